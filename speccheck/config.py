@@ -1,0 +1,434 @@
+"""rollout.yaml, rules/*.yaml and routes: strict models, checked once, at the border.
+
+A typo must never turn into a default: unknown keys and duplicate keys are errors that name the
+file and the line. YAML is read as version 1.2, where `off` is a word and not a boolean. Paths in a
+file are relative to that file, so that a rollout can be run from anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from speccheck.errors import UsageError
+from speccheck.records import digest
+
+PACKAGED = "packaged"
+"""Written in place of a path: the file that comes with speccheck."""
+
+
+def package_dir(name: str) -> Path:
+    """Folder of the data shipped with speccheck: rules, templates or corpora.
+
+    In a checkout they lie at the top, where users look for them; in a wheel under `_data`.
+
+    Raises:
+        UsageError: the installation is incomplete.
+    """
+    here = Path(__file__).resolve().parent
+    for folder in (here / "_data" / name, here.parent / name):
+        if folder.is_dir():
+            return folder
+    raise UsageError(f"this installation of speccheck lacks its {name} folder; install it again")
+
+
+def _fraction(value: Any) -> Any:
+    """`"10%"` as 0.10; numbers stay as they are."""
+    if isinstance(value, str):
+        text = value.strip()
+        if text.endswith("%"):
+            try:
+                return float(text[:-1]) / 100
+            except ValueError:
+                pass
+        raise ValueError(f'{value!r} is not a number or a percentage such as "10%"')
+    if isinstance(value, bool):
+        raise ValueError("a number is needed, not true or false")  # noqa: TRY004 (pydantic's word)
+    return value
+
+
+Fraction = Annotated[float, BeforeValidator(_fraction), Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=1, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=5, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0, strict=True)]
+Positive = Annotated[int, Field(ge=1, strict=True)]
+
+
+class Model(BaseModel):
+    """Strict base: unknown keys are errors, values do not change after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+# --- rules --------------------------------------------------------------------------------------
+
+
+class RuleLimits(Model):
+    """Limits of the guardrail rules; a rule that is not named is not judged.
+
+    Regressions are relative: `"10%"` allows a ratio of 1.10 to the target-only arm.
+    """
+
+    min_acceptance_rate: Share | None = None
+    max_acceptance_rate: Share | None = None
+    min_mean_acceptance_length: Fraction | None = None
+    max_tpot_p50_regression: Fraction | None = None
+    max_tpot_p95_regression: Fraction | None = None
+    max_e2e_p50_regression: Fraction | None = None
+    max_e2e_p95_regression: Fraction | None = None
+    max_e2e_p99_regression: Fraction | None = None
+    max_ttft_p50_regression: Fraction | None = None
+    max_ttft_p95_regression: Fraction | None = None
+    max_queue_age_p95_regression: Fraction | None = None
+    max_error_rate: Share | None = None
+    max_unsupported_requests: Count | None = None
+    max_quality_regression_cases: Count | None = None
+    max_lossless_violations: Count | None = None
+    min_structured_output_validity: Share | None = None
+    max_protected_delay: Fraction | None = None
+    max_fallback_rate: Share | None = None
+    min_speedup: Fraction | None = None
+
+
+class GuardrailBlock(RuleLimits):
+    """The block `speculative_decoding_guardrails`: limits and what is done when one breaks."""
+
+    fallback_action: Literal["disable_speculative_decoding_for_route"] = (
+        "disable_speculative_decoding_for_route"
+    )
+
+
+class Guardrails(Model):
+    """rules/guardrails.yaml: the default block, overrides per route, sample sizes, dry runs."""
+
+    speculative_decoding_guardrails: GuardrailBlock
+    routes: dict[str, RuleLimits] = {}
+    minimum_requests: dict[str, Positive] = {}
+    """Rule name -> smallest n at which it may decide; the built-in minimums hold otherwise."""
+    dry_run: tuple[str, ...] = ()
+    """Rules that are judged and shown but do not count."""
+
+    @model_validator(mode="after")
+    def _rule_names(self) -> Guardrails:
+        names = set(RuleLimits.model_fields)
+        for where, used in (
+            ("minimum_requests", self.minimum_requests),
+            ("dry_run", self.dry_run),
+        ):
+            for name in used:
+                if name not in names:
+                    raise ValueError(f"{where}: no rule is called {name!r}")
+        return self
+
+    def limits(self, route: str) -> dict[str, float]:
+        """Rule name -> limit for one route, its overrides applied."""
+        found = self.speculative_decoding_guardrails.model_dump(
+            exclude_none=True, exclude={"fallback_action"}
+        )
+        if route in self.routes:
+            found |= self.routes[route].model_dump(exclude_none=True)
+        return found
+
+
+# --- rollout ------------------------------------------------------------------------------------
+
+
+class Embedded(Model):
+    """The embedded engine's own settings, the same on both arms."""
+
+    model: str = PACKAGED
+    max_num_seqs: Positive = 64
+    max_model_len: Positive = 4096
+
+
+class Attached(Model):
+    """A pair of OpenAI-compatible servers that run already."""
+
+    target_only: str
+    speculative: str
+    model: str | None = None
+    """Model name to ask for; None takes the first that /v1/models lists."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the API key; the key itself is never stored."""
+
+    @field_validator("target_only", "speculative")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        if not value.startswith(("http://", "https://")):
+            raise ValueError(f"{value!r} is not an http:// or https:// URL")
+        return value.rstrip("/")
+
+
+class CorpusConfig(Model):
+    """Which prompts."""
+
+    paths: tuple[str, ...] = (PACKAGED,)
+    format: Literal["auto", "native", "spec_bench", "openai_batch", "lines"] = "auto"
+    limit_per_task: Positive | None = None
+    code_execution: Literal["off", "subprocess"] = "off"
+    """Whether model-written code may be run, in a separate limited process, to grade it."""
+
+
+class FixtureConfig(Model):
+    """Probability fixture."""
+
+    table: str = PACKAGED
+    seeds: Positive = 20_000
+    trace_seeds: tuple[Count, ...] = (18, 0, 1)
+
+
+class ReplayConfig(Model):
+    """Offline quality replay."""
+
+    sampled_temperature: Temperature = 0.7
+    concurrency: Positive = 8
+    control_concurrency: Positive = 1
+    """Concurrency of the A/A control: another batch size than `concurrency`, on purpose."""
+    confirmations: Annotated[int, Field(ge=2, strict=True)] = 3
+    """K: reruns on both arms that make a regression case confirmed at temperature 0."""
+
+
+class ShadowConfig(Model):
+    """Mirrored traffic."""
+
+    requests_per_route: Positive = 150
+    rate_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 6.0
+    blocks: Annotated[int, Field(ge=4, multiple_of=4, strict=True)] = 16
+    """ABBA blocks, without (A) and with (B) the mirror."""
+    protected_rate_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 2.0
+    max_in_flight: Positive = 64
+
+
+class CanaryConfig(Model):
+    """Live traffic at a growing share."""
+
+    shares: tuple[Share, ...] = (0.05, 0.25, 0.5)
+    requests_per_step: Positive = 400
+    look_every: Positive = 50
+    """Receipts between two looks at the guardrails."""
+    concurrency: Positive = 8
+
+    @field_validator("shares")
+    @classmethod
+    def _growing(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if not value or any(b <= a for a, b in pairwise(value)):
+            raise ValueError("shares must grow from step to step")
+        if value[0] <= 0 or value[-1] >= 1:
+            raise ValueError("shares must lie between 0 and 1: a control arm is always kept")
+        return value
+
+
+class Traffic(Model):
+    """What is sent on a route: which corpus tasks, sampled how."""
+
+    tasks: tuple[str, ...] | None = None
+    """Corpus tasks; None takes the prompts whose route is this one."""
+    temperature: Temperature = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    max_tokens: Positive | None = None
+
+
+class Route(Traffic):
+    """A named class of traffic, the unit that is switched on and off."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")]
+    consequence: Literal["low", "medium", "high"] = "medium"
+    """Canaries start with the routes of low consequence."""
+    shadow: Traffic | None = None
+    """Traffic in shadow, where it differs from the route's own."""
+    canary: Traffic | None = None
+    """Traffic in the canary, where it differs from the route's own."""
+    rules: RuleLimits | None = None
+    """Overrides of rules/guardrails.yaml for this route."""
+
+    def traffic(self, stage: Literal["shadow", "canary"]) -> Traffic:
+        """What this route sends in a stage."""
+        return getattr(self, stage) or self
+
+
+class Rollout(Model):
+    """rollout.yaml."""
+
+    version: Literal[1] = 1
+    name: Annotated[str, Field(min_length=1, max_length=128)]
+    seed: Count = 0
+    engine: Literal["embedded", "attached"] = "embedded"
+    embedded: Embedded = Embedded()
+    attached: Attached | None = None
+    speculation: dict[str, Any]
+    """The speculative config, in vLLM's own words (`--speculative-config`)."""
+    corpus: CorpusConfig = CorpusConfig()
+    guardrails: str = PACKAGED
+    fixture: FixtureConfig = FixtureConfig()
+    replay: ReplayConfig = ReplayConfig()
+    shadow: ShadowConfig = ShadowConfig()
+    canary: CanaryConfig = CanaryConfig()
+    routes: tuple[Route, ...]
+    protected_tasks: tuple[str, ...] | None = None
+    """Tasks whose prompts are the protected traffic; None takes prompts of priority `protected`."""
+    waive: tuple[str, ...] = ()
+    """Differences between the arms, by name, that are accepted beside the speculative config."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Rollout:
+        if self.engine == "attached" and self.attached is None:
+            raise ValueError("engine: attached needs the block `attached` with two URLs")
+        if not self.routes:
+            raise ValueError("routes: at least one route is needed")
+        names = [route.name for route in self.routes]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"routes: {name!r} is defined twice")
+        if not isinstance(self.speculation.get("method"), str):
+            raise ValueError(  # noqa: TRY004 (pydantic collects ValueError only)
+                "speculation: `method` is missing (draft_model, ngram, eagle3, ...)"
+            )
+        return self
+
+    @property
+    def policy_version(self) -> str:
+        """Digest of what decides which requests may speculate: routes and their rules."""
+        return digest("policy", [route.model_dump(mode="json") for route in self.routes])
+
+
+def load_rollout(path: Path) -> Rollout:
+    """Read and check a rollout.yaml.
+
+    Raises:
+        UsageError: with file and line, for anything that is not as the model says.
+    """
+    return _load(path, Rollout)
+
+
+def load_guardrails(path: Path, routes: tuple[Route, ...] = ()) -> Guardrails:
+    """Read and check rules/guardrails.yaml, overlaid with the routes' own rules.
+
+    Raises:
+        UsageError: with file and line; also for an override of a route that does not exist.
+    """
+    rules = _load(path, Guardrails)
+    names = {route.name for route in routes}
+    unknown = sorted(set(rules.routes) - names)
+    if routes and unknown:
+        raise UsageError(
+            f"{path}: rules for route {unknown[0]!r}, but the rollout has no such route "
+            f"(it has {', '.join(sorted(names))})"
+        )
+    overrides = dict(rules.routes)
+    for route in routes:
+        if route.rules is not None:
+            base = overrides.get(route.name, RuleLimits())
+            overrides[route.name] = base.model_copy(
+                update=route.rules.model_dump(exclude_none=True)
+            )
+    return rules.model_copy(update={"routes": overrides})
+
+
+def resolve(path: str, beside: Path, packaged: Path) -> Path:
+    """A path written in the file `beside`: `packaged`, or relative to that file."""
+    return packaged if path == PACKAGED else (beside.parent / path)
+
+
+# --- YAML with line numbers ---------------------------------------------------------------------
+
+
+T = TypeVar("T", bound=BaseModel)
+
+
+def _load(path: Path, model: type[T]) -> T:
+    data = _read_yaml(path)
+    if not isinstance(data, Mapping):
+        raise UsageError(f"{path}: a mapping of keys to values is needed at the top")
+    try:
+        return model.model_validate(_plain(data))
+    except ValidationError as error:
+        lines = [_explain(path, data, item) for item in error.errors(include_url=False)]
+        raise UsageError("\n".join(lines)) from None
+
+
+def _read_yaml(path: Path) -> Any:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.constructor import DuplicateKeyError
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UsageError(
+            f"{path}: no such file; `speccheck init` writes a commented rollout.yaml and rules"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read ({error})") from None
+    try:
+        return YAML(typ="rt").load(text)
+    except DuplicateKeyError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        problem = str(error.problem).split(" with value")[0]
+        raise UsageError(f"{path}:{line}: {problem}; a key may stand once only") from None
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else "?"
+        raise UsageError(f"{path}:{line}: not valid YAML: {error.problem}") from None
+    except YAMLError as error:
+        raise UsageError(f"{path}: not valid YAML: {error}") from None
+
+
+def _plain(value: Any) -> Any:
+    """The YAML library's containers and scalars as plain dict, list, str, int, float."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, bool) or value is None:
+        return value
+    for kind in (int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return str(value)
+
+
+def _explain(path: Path, data: Any, item: Any) -> str:
+    """One pydantic error as `file:line: where: what`."""
+    line = None
+    node = data
+    names: list[str] = []
+    for part in item["loc"]:
+        if isinstance(node, Mapping) and part in node:
+            line = node.lc.key(part)[0] + 1  # type: ignore[attr-defined]  # ruamel's CommentedMap
+            node = node[part]
+        elif isinstance(node, list) and isinstance(part, int) and part < len(node):
+            line = node.lc.item(part)[0] + 1  # type: ignore[attr-defined]
+            node = node[part]
+        names.append(str(part))
+    where = ".".join(names)
+    what = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        what = f"unknown key{_did_you_mean(item['loc'])}"
+    elif item["type"] == "missing":
+        what = "this key is missing"
+    at = f"{path}:{line}" if line else str(path)
+    return f"{at}: {where}: {what}" if where else f"{at}: {what}"
+
+
+def _did_you_mean(loc: tuple[Any, ...]) -> str:
+    import difflib
+
+    models: tuple[type[BaseModel], ...] = (
+        *(Rollout, Route, Traffic, Embedded, Attached, CorpusConfig, FixtureConfig),
+        *(ReplayConfig, ShadowConfig, CanaryConfig, Guardrails, GuardrailBlock),
+    )
+    known = {name for model in models for name in model.model_fields}
+    close = difflib.get_close_matches(str(loc[-1]), sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
