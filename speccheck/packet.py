@@ -1,0 +1,371 @@
+"""The release packet: what was decided, and the evidence, as one HTML page, Markdown and JSON.
+
+A packet has exactly three views (probability fixture, workload decision matrix, service latency),
+then decisions and findings, regression cases, what was compared with what, and what it does not
+prove. It is read by someone who was paged: verdict first, every "no" with its reason, and what was
+not measured said in words, never left blank and never printed as zero.
+
+Three steps, one way: `RunEvidence` (plain records and dicts) -> `build_view` (frozen view models,
+everything computed, nothing rounded) -> `render` (Jinja, StrictUndefined). Templates hold no
+arithmetic. Rounding happens in the template filters, after every comparison, and takes as many
+digits as it needs so that a shown number stays on its side of its limit. Nothing here reads a
+clock or draws a number: the same evidence gives the same bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NotRequired, TypedDict
+
+from speccheck.records import Decision, Estimate, Finding, Receipt
+
+# --- evidence: what stages hand over -------------------------------------------------------------
+#
+# Anything marked "optional part" may be left out, or be {"not_measured": "why"}; the packet then
+# says "not measured: why". Verdicts are words: pass, inconclusive, error, fail. Times of day are
+# ISO strings, durations are seconds, shares are 0..1. An `Interval` is an `Estimate` or its
+# `to_json` form.
+
+
+class NotMeasured(TypedDict):
+    """In place of any optional part: why it is not there."""
+
+    not_measured: str
+
+
+class EstimateDict(TypedDict):
+    """`to_json(Estimate)`: None for an unknown value and for a bound that does not exist."""
+
+    value: float | None
+    low: float | None
+    high: float | None
+    n: int
+    method: str
+    alpha: float
+
+
+Interval = Estimate | EstimateDict | NotMeasured | None
+
+
+class RunFacts(TypedDict, total=False):
+    """The run row. Only `run_id` and `created` are needed; all else is shown where it is given."""
+
+    run_id: str
+    created: str
+    """Wall-clock ISO time of the run row; the packet has no other clock."""
+    config: Mapping[str, Any]
+    """rollout.yaml as it was resolved, defaults included."""
+    digests: Mapping[str, str]
+    """corpus, rules, policy, target, draft, plan ...: name -> tagged digest."""
+    seed: int
+    versions: Mapping[str, str]
+    """speccheck, python, numpy, onnxruntime, vllm ...: name -> version."""
+    machine: Mapping[str, Any]
+    """cpu, cores, gpu, driver, os ...: whatever was captured."""
+    differences: Sequence[ArmDifference]
+    """What differs between the arms beside the speculative config. Left out: derived from arms."""
+    waived: Sequence[str]
+    """Names (dotted keys) of differences that were waived in rollout.yaml."""
+    expires: str
+    """When the decision ends by itself, or what makes it void (new model, engine, policy)."""
+    override: str
+    """A person's override of a decision, with the reason: shown at the top."""
+
+
+class ArmDifference(TypedDict):
+    """One key in which the arms differ."""
+
+    key: str
+    target_only: Any
+    speculative: Any
+
+
+class ArmFacts(TypedDict):
+    """`ArmDescription` as a dict, with its digest."""
+
+    arm: str
+    url: str
+    engine: str
+    model: str
+    speculative_config: Mapping[str, Any] | None
+    engine_config_id: str
+    config: Mapping[str, Any]
+
+
+class ClientHealth(TypedDict):
+    """Whether our own client was in time. Any further number may be added.
+
+    The name of a number ends in its unit: `send_lag_p99_s`, `loop_stall_max_s`, `cpu_share`;
+    without one it is a plain count.
+    """
+
+    verdict: str
+    why: str
+
+
+class StageEvidence(TypedDict):
+    """One entry of `RunEvidence.stages`; the key is fixture, replay, shadow or canary."""
+
+    verdict: str
+    reasons: Sequence[str]
+    """One plain sentence each, worst first."""
+    started: str
+    finished: str
+    """ISO time, or "" where the stage was cut off."""
+    counts: Mapping[str, int]
+    """planned, sent, ok, error, rejected, incomplete, cancelled, unpaired, warnings ..."""
+    client_health: ClientHealth | NotMeasured
+    """{"not_measured": "no requests are sent"} for the fixture."""
+    notes: Sequence[str]
+    evidence: Mapping[str, Any]
+    """fixture: `FixtureResult.to_dict()`; replay: `ReplayEvidence`; shadow: `ShadowEvidence`;
+    canary: `CanaryEvidence`."""
+
+
+class RegressionCase(TypedDict):
+    """A prompt that target-only answers rightly and the speculative arm does not, with reruns."""
+
+    prompt_id: str
+    route: str
+    task: str
+    phase: str
+    label: str
+    """real, or numerical_tie (the first divergence is a tie of the target's top two)."""
+    check: str
+    """What the answer was checked for, in words: "valid JSON for the schema", "number 42"."""
+    reason: str
+    """Why the speculative answer failed the check."""
+    runs: int
+    """Runs per arm (K)."""
+    target_passes: int
+    speculative_passes: int
+    prompt: str
+    target_text: str
+    speculative_text: str
+    receipts: Sequence[str]
+    """Receipt ids: target-only, speculative."""
+    divergence: NotRequired[Divergence]
+
+
+class Divergence(TypedDict):
+    """First differing token of a greedy pair."""
+
+    prompt_id: str
+    route: str
+    position: int
+    """Index of the first differing output token, from 0."""
+    gap: float | None
+    """logp(target's token) - logp(speculative token) under the target, nats; None: not in top k."""
+    label: str
+    """tie, near, violation, length or unknown."""
+    target_token: str
+    speculative_token: str
+
+
+class Divergences(TypedDict):
+    """Greedy outputs compared token by token, speculative against target-only."""
+
+    pairs: int
+    tokens: int
+    """Tokens compared, up to and including the first difference (exposure)."""
+    diverged: int
+    ties: int
+    near: int
+    violations: int
+    tie_gap: float
+    """Largest gap that counts as a tie (tau), nats."""
+    cases: Sequence[Divergence]
+    """The worst, not all."""
+
+
+class NoiseFloor(TypedDict):
+    """Target-only against target-only on the same prompts: what cannot be told apart from noise."""
+
+    pairs: int
+    tokens: int
+    diverged: int
+    flipped: int
+    """Cases whose check came out differently in the two target-only runs."""
+    gap_max: float | None
+    """Largest logprob gap at a divergence, nats."""
+    latency: Mapping[str, Interval]
+    """Ratios run/run by metric name: ttft_p95, tpot_p95, e2e_p95 ..."""
+
+
+class QualityOfTask(TypedDict):
+    """Paired pass/fail of one task type, all cases (the aggregate test)."""
+
+    task: str
+    n: int
+    target_passes: int
+    speculative_passes: int
+    lost: int
+    """Target passes, speculative fails (b)."""
+    gained: int
+    """Target fails, speculative passes (c)."""
+    mcnemar_p: float | None
+    """Exact, one-sided."""
+    difference: Interval
+    """(lost - gained)/n with Tango's interval."""
+    margin: float
+    verdict: str
+    why: str
+
+
+class LosslessTest(TypedDict):
+    """One distribution test on a live server (PIT, rank categories, repeated samples ...)."""
+
+    name: str
+    n: int
+    unit: str
+    """What n counts: tokens, samples."""
+    statistic: float | None
+    p_value: float | None
+    limit: str
+    """The rule that was declared before, in words: "Holm-adjusted p >= 0.001"."""
+    verdict: str
+    why: str
+
+
+class FeatureCheck(TypedDict):
+    """One server feature on both arms: stop strings, logprobs, min_p, structured output ..."""
+
+    feature: str
+    n: int
+    target_ok: int
+    speculative_ok: int
+    verdict: str
+    why: str
+
+
+class ReplayEvidence(TypedDict, total=False):
+    """Replay: the same prompts on both arms. All parts are optional parts."""
+
+    cases: int
+    """Prompts whose answers were checked on both arms: what "0 regressions" is out of."""
+    improvements: int
+    """The mirror count: target-only fails K of K, speculative passes K of K."""
+    regressions: Sequence[RegressionCase]
+    quality: Sequence[QualityOfTask]
+    divergences: Divergences | NotMeasured
+    noise_floor: NoiseFloor | NotMeasured
+    lossless: Sequence[LosslessTest]
+    features: Sequence[FeatureCheck]
+
+
+class SchedulingFigures(TypedDict):
+    """How the scheduler treated one class of traffic at one load on one arm."""
+
+    load: str
+    """"8 concurrent", "2.5 requests/s" ..."""
+    traffic: str
+    """Class of traffic: protected, normal, mirror, or a route."""
+    arm: str
+    n: int
+    figures: Mapping[str, float | None]
+    """Names end in their unit: queue_age_p95_s, server_queue_p95_s, kv_cache_share,
+    output_tokens_per_s, preemptions ..."""
+
+
+class ProtectedBlock(TypedDict):
+    """One time block of the ABBA design."""
+
+    block: int
+    mirror: bool
+    """Whether mirrored (speculative) traffic ran in this block."""
+    n: int
+    p50_s: float | None
+    p95_s: float | None
+
+
+class ProtectedTraffic(TypedDict):
+    """Protected traffic with and without the mirror: an ABBA design, the block is the unit."""
+
+    metric: str
+    """What was timed, in words: "TTFT, scheduled to first token"."""
+    design: str
+    """"ABBA BAAB, 8 blocks of 20 s, 2 s washout"."""
+    without_mirror_s: Sequence[float]
+    with_mirror_s: Sequence[float]
+    blocks: Sequence[ProtectedBlock]
+    ratio: Interval
+    limit: float | None
+    verdict: str
+    why: str
+
+
+class ShadowEvidence(TypedDict, total=False):
+    """Shadow: load on both arms. Latency figures come from the receipts, not from here."""
+
+    scheduling: Sequence[SchedulingFigures]
+    protected: ProtectedTraffic | NotMeasured
+    sharing: str
+    """How the arms shared the machine: "two servers, alternating blocks", "two GPUs" ..."""
+
+
+class CanaryLook(TypedDict):
+    """One look of one anytime-valid rule."""
+
+    rule: str
+    n: int
+    estimate: Interval
+    limit: float | None
+    unit: str
+    verdict: str
+
+
+class CanaryStep(TypedDict):
+    """One step of the canary. Times are seconds from the canary's start."""
+
+    step: str
+    route: str
+    share: float
+    """Planned share of eligible requests on the speculative arm."""
+    started_s: float
+    ended_s: float | None
+    speculative_n: int
+    target_n: int
+    verdict: str
+    why: str
+    looks: Sequence[CanaryLook]
+
+
+class CanaryEvent(TypedDict):
+    """Something that happened to a route during the canary."""
+
+    at_s: float
+    kind: str
+    """step, alarm, fall_back, restart, override ..."""
+    route: str
+    text: str
+    rule: NotRequired[str]
+    action: NotRequired[str]
+    """What was done: "disable_speculative_decoding_for_route"."""
+    handed_over: NotRequired[int]
+    """Requests moved to target-only in mid-answer."""
+
+
+class CanaryEvidence(TypedDict, total=False):
+    """Canary: a share of traffic on the speculative arm."""
+
+    origin_ns: int
+    """The receipts' clock at the canary's start. Left out: the first scheduled request."""
+    steps: Sequence[CanaryStep]
+    events: Sequence[CanaryEvent]
+
+
+@dataclass(frozen=True)
+class RunEvidence:
+    """All that a packet is made of."""
+
+    run: Mapping[str, Any]
+    """`RunFacts`."""
+    arms: Sequence[Mapping[str, Any]]
+    """`ArmFacts`."""
+    stages: Mapping[str, Mapping[str, Any]]
+    """`StageEvidence` by stage name; a stage that did not run is left out."""
+    receipts: Sequence[Receipt]
+    matrix: Sequence[Any]
+    findings: Sequence[Finding]
+    decisions: Sequence[Decision]
