@@ -1,0 +1,578 @@
+"""Statistics: functions from arrays to an Estimate with value, interval, n and method.
+
+A verdict is decided by an interval, so nothing here returns a bare point. All intervals are
+one-sided at level `alpha` on each side; both sides together have coverage 1 - 2 alpha. Everything
+is a plain function of arrays, and chance comes in as a `numpy.random.Generator`. A NaN or an
+infinity in the input gives an unknown estimate (all NaN): a broken measurement must not turn into
+a number. Ratios are always speculative over target-only, formed within pairs where pairs exist,
+since the prompt explains most of the spread of a latency.
+
+The only importer of scipy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+from scipy import optimize, special
+from scipy import stats as sp
+
+from speccheck.records import Estimate
+
+Floats = npt.NDArray[np.float64]
+
+DRAWS = 2000
+"""Bootstrap draws: the Monte Carlo error of a 95 % limit is then a twentieth of its distance."""
+
+_CHUNK = 2_000_000
+"""Weights held at once by the bootstrap (draws times requests): 16 MB."""
+
+
+def unknown(method: str, *, n: int, alpha: float) -> Estimate:
+    """No estimate: value and both limits NaN. `method` says why."""
+    return Estimate(math.nan, math.nan, math.nan, n, method, alpha)
+
+
+def _finite(*arrays: npt.ArrayLike) -> tuple[Floats, ...] | None:
+    """The arrays as floats, or None if any value in any of them is NaN or infinite."""
+    floats = tuple(np.asarray(a, dtype=float) for a in arrays)
+    return floats if all(np.isfinite(a).all() for a in floats) else None
+
+
+# --- quantiles ----------------------------------------------------------------------------------
+
+
+def quantile(values: npt.ArrayLike, p: float) -> float:
+    """Smallest value x with at least a share p of all values <= x (inverse of the empirical CDF).
+
+    An observed value, never an interpolation between two: the order-statistic interval is exact for
+    it. NaN for no values or if any value is not finite.
+    """
+    data = _finite(values)
+    if data is None or data[0].size == 0:
+        return math.nan
+    ordered = np.sort(data[0])
+    return float(ordered[_rank(p, ordered.size) - 1])
+
+
+def _rank(p: float, n: int) -> int:
+    # 0.95 * 100 is 95.00000000000001 in floats for some p and n: shave the rounding off.
+    return max(1, math.ceil(p * n - 1e-9))
+
+
+def existence_minimum(p: float, alpha: float) -> int:
+    """Smallest n for which an upper limit of the p-quantile exists at all: ln(alpha)/ln(p)."""
+    return math.ceil(math.log(alpha) / math.log(p))
+
+
+def order_statistic_ranks(n: int, p: float, alpha: float) -> tuple[int | None, int | None]:
+    """Ranks (1-based) of the lower and upper limit of the p-quantile, each at level alpha.
+
+    None where no rank reaches the level. Distribution-free: the number of values below the quantile
+    is Bin(n, p).
+    """
+    below = sp.binom.cdf(np.arange(n + 1), n, p)
+    # Lower: the largest l with P(Bin <= l-1) <= alpha; upper: the smallest u with P(Bin >= u) <= a.
+    low = int(np.searchsorted(below, alpha, side="right"))
+    at_least = sp.binom.sf(np.arange(n + 1) - 1, n, p)
+    reaching = np.nonzero(at_least <= alpha)[0]
+    reaching = reaching[reaching >= 1]
+    high = int(reaching[0]) if reaching.size else None
+    return (low or None), high
+
+
+def order_statistic_interval(values: npt.ArrayLike, p: float, *, alpha: float) -> Estimate:
+    """The p-quantile of one arm with its exact distribution-free limits.
+
+    A limit is infinite where there are too few values for one to exist.
+    """
+    method = f"order statistics, p{100 * p:g}"
+    data = _finite(values)
+    if data is None or data[0].size == 0:
+        return unknown(method, n=np.size(values), alpha=alpha)
+    ordered = np.sort(data[0])
+    low, high = order_statistic_ranks(ordered.size, p, alpha)
+    return Estimate(
+        quantile(ordered, p),
+        float(ordered[low - 1]) if low else -math.inf,
+        float(ordered[high - 1]) if high else math.inf,
+        ordered.size,
+        method,
+        alpha,
+    )
+
+
+def order_statistic_ratio(
+    target: npt.ArrayLike, speculative: npt.ArrayLike, p: float, *, alpha: float
+) -> Estimate:
+    """Ratio of the arms' p-quantiles from the two exact intervals at alpha/2 each.
+
+    Valid without pairs and without any assumption but independence, hence wide: the conservative
+    fallback where the bootstrap has too few pairs.
+    """
+    method = f"ratio of order-statistic intervals, p{100 * p:g}"
+    n = min(np.size(target), np.size(speculative))
+    data = _finite(target, speculative)
+    if data is None or n == 0 or min(data[0].min(), data[1].min()) <= 0:
+        return unknown(method, n=n, alpha=alpha)
+    t = order_statistic_interval(data[0], p, alpha=alpha / 2)
+    s = order_statistic_interval(data[1], p, alpha=alpha / 2)
+    low = s.low / t.high if s.low > 0 and math.isfinite(t.high) else 0.0
+    high = s.high / t.low if t.low > 0 and math.isfinite(s.high) else math.inf
+    return Estimate(s.value / t.value, low, high, n, method, alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class RatioDraws:
+    """Bootstrap draws of log(quantile_speculative / quantile_target), one row per quantile.
+
+    Drawn once and read at several levels: `estimate(p, alpha)`.
+    """
+
+    n: int
+    method: str
+    values: Mapping[float, float]
+    """Quantile -> observed log ratio."""
+    draws: Mapping[float, Floats] = field(repr=False)
+    """Quantile -> log ratios of the draws, sorted."""
+
+    def estimate(self, p: float, *, alpha: float) -> Estimate:
+        """The ratio of the p-quantiles with percentile limits.
+
+        Beyond the resolution of the draws (fewer than ten draws outside the limit) the wider of the
+        outermost draw and a normal limit with the draws' standard deviation is used, so that small
+        levels, as Holm's procedure asks for, exist.
+        """
+        method = f"{self.method}, p{100 * p:g}"
+        draws = self.draws.get(p)
+        if draws is None or draws.size == 0:
+            return unknown(method, n=self.n, alpha=alpha)
+        value = self.values[p]
+        low, high = np.quantile(draws, (alpha, 1 - alpha))
+        if alpha * draws.size < 10:
+            reach = float(sp.norm.isf(alpha)) * float(draws.std())
+            low, high = min(draws[0], value - reach), max(draws[-1], value + reach)
+        return Estimate(
+            math.exp(value), math.exp(float(low)), math.exp(float(high)), self.n, method, alpha
+        )
+
+
+def bootstrap_quantile_ratios(
+    target: npt.ArrayLike,
+    speculative: npt.ArrayLike,
+    quantiles: Sequence[float],
+    *,
+    rng: np.random.Generator,
+    blocks: npt.ArrayLike | None = None,
+    draws: int = DRAWS,
+) -> RatioDraws:
+    """Paired percentile bootstrap of quantile ratios (Efron), of pairs or of blocks of pairs.
+
+    `target[i]` and `speculative[i]` are one pair (same prompt, same load), any positive unit.
+    With `blocks` (one id per pair) whole blocks are resampled, for requests that are correlated in
+    time. Quantiles are inverse empirical CDFs, so a draw is a weight per pair and a cumulative sum.
+    n counts pairs, or blocks where blocks are given.
+
+    Raises:
+        ValueError: arrays of different length.
+    """
+    method = f"{'block' if blocks is not None else 'paired'} bootstrap, {draws} draws"
+    if np.size(target) != np.size(speculative):
+        raise ValueError("paired arrays of different length: pair by id first")
+    n = np.size(target)
+    unit = np.arange(n) if blocks is None else np.unique(np.asarray(blocks), return_inverse=True)[1]
+    units = int(unit.max()) + 1 if n else 0
+    data = _finite(target, speculative)
+    if data is None or units < 2 or min(data[0].min(), data[1].min()) <= 0:
+        return RatioDraws(units, method, {}, {})
+    orders = [np.argsort(arm, kind="stable") for arm in data]
+    rows_at_once = max(1, _CHUNK // n)
+    logs: list[Floats] = []
+    for start in range(0, draws, rows_at_once):
+        rows = min(rows_at_once, draws - start)
+        picks = rng.integers(0, units, (rows, units)) + units * np.arange(rows)[:, None]
+        counts = np.bincount(picks.ravel(), minlength=rows * units).reshape(rows, units)
+        weights = counts[:, unit]
+        arms = [
+            _weighted_quantiles(arm[order], weights[:, order], quantiles)
+            for arm, order in zip(data, orders, strict=True)
+        ]
+        logs.append(np.log(arms[1] / arms[0]))
+    drawn = np.sort(np.concatenate(logs), axis=0)
+    return RatioDraws(
+        units,
+        method,
+        {p: math.log(quantile(data[1], p) / quantile(data[0], p)) for p in quantiles},
+        {p: drawn[:, j] for j, p in enumerate(quantiles)},
+    )
+
+
+def _weighted_quantiles(
+    ordered: Floats, weights: npt.NDArray[np.int64], quantiles: Sequence[float]
+) -> Floats:
+    """Quantiles (draws x quantiles) of values in ascending order under weights (draws x values)."""
+    reached = np.cumsum(weights, axis=1)
+    total = reached[:, -1]
+    found = [
+        ordered[np.argmax(reached >= np.maximum(1, np.ceil(p * total - 1e-9))[:, None], axis=1)]
+        for p in quantiles
+    ]
+    return np.stack(found, axis=1)
+
+
+def histogram_quantile_bounds(
+    buckets: Sequence[tuple[float, float]], p: float
+) -> tuple[float, float]:
+    """Between which two bucket borders the p-quantile lies: (low, high], in the buckets' unit.
+
+    `buckets` are Prometheus' cumulative (upper border, count) with +Inf last. A histogram knows no
+    more than this; interpolating inside a bucket would invent a number. NaN for an empty histogram.
+    """
+    ordered = sorted(buckets)
+    total = ordered[-1][1] if ordered else math.nan
+    if not total > 0:
+        return math.nan, math.nan
+    low = 0.0
+    for border, count in ordered:
+        if count >= p * total:
+            return low, border
+        low = border
+    return low, math.inf
+
+
+# --- means and ratios ---------------------------------------------------------------------------
+
+
+def geometric_mean_ratio(
+    target: npt.ArrayLike,
+    speculative: npt.ArrayLike,
+    *,
+    alpha: float,
+    blocks: npt.ArrayLike | None = None,
+) -> Estimate:
+    """Geometric mean of speculative/target over pairs, t-interval on the log ratios.
+
+    With `blocks` (one id per pair) the standard error is clustered by block and the degrees of
+    freedom are blocks - 1. n counts pairs, or blocks.
+
+    Raises:
+        ValueError: arrays of different length.
+    """
+    if np.size(target) != np.size(speculative):
+        raise ValueError("paired arrays of different length: pair by id first")
+    method = "geometric mean of paired ratios, t-interval"
+    data = _finite(target, speculative)
+    if data is None or data[0].size == 0 or min(data[0].min(), data[1].min()) <= 0:
+        return unknown(method, n=np.size(target), alpha=alpha)
+    logs = np.log(data[1] / data[0])
+    if blocks is None:
+        totals, sizes = logs, np.ones_like(logs)
+    else:
+        method += " clustered by block"
+        unit = np.unique(np.asarray(blocks), return_inverse=True)[1]
+        totals, sizes = np.bincount(unit, logs), np.bincount(unit).astype(float)
+    log = clustered_ratio(totals, sizes, alpha=alpha)
+    return Estimate(
+        math.exp(log.value), math.exp(log.low), _exp(log.high), log.n, method, log.alpha
+    )
+
+
+def _exp(x: float) -> float:
+    return math.inf if x > 700 else math.exp(x)
+
+
+def clustered_ratio(
+    numerators: npt.ArrayLike, denominators: npt.ArrayLike, *, alpha: float
+) -> Estimate:
+    """Ratio of sums with requests as clusters: sum A / sum D, linearised, t with n-1 df.
+
+    For acceptance A is accepted and D drafted tokens per request. Tokens of one request are far
+    from independent (design effects of 6 to 31 are usual), so a binomial interval on tokens is
+    grossly too narrow. Clusters with D = 0 say nothing about the ratio and are left out (they belong in
+    draft coverage). Cochran, Sampling Techniques, 6.3.
+    """
+    method = "ratio of sums, requests as clusters, t-interval"
+    data = _finite(numerators, denominators)
+    if data is None:
+        return unknown(method, n=np.size(numerators), alpha=alpha)
+    A, D = (a[data[1] > 0] for a in data)
+    n = int(D.size)
+    if n == 0:
+        return unknown(method, n=0, alpha=alpha)
+    r = float(A.sum() / D.sum())
+    if n < 2:
+        return Estimate(r, -math.inf, math.inf, n, method, alpha)
+    residuals = A - r * D
+    se = math.sqrt(n / (n - 1) * float(residuals @ residuals)) / float(D.sum())
+    reach = float(sp.t.isf(alpha, n - 1)) * se
+    return Estimate(r, r - reach, r + reach, n, method, alpha)
+
+
+def acceptance_rate(accepted: npt.ArrayLike, drafted: npt.ArrayLike, *, alpha: float) -> Estimate:
+    """Accepted/drafted tokens, pooled, requests as clusters; limits within [0, 1].
+
+    Where no token at all (or every token) was accepted, the spread between requests is zero and the
+    t-interval a point. The limit is then that of n requests of which none did: 1 - alpha^(1/n).
+    """
+    estimate = clustered_ratio(accepted, drafted, alpha=alpha)
+    low, high = estimate.low, estimate.high
+    if estimate.value == 0:
+        high = zero_events_bound(estimate.n, alpha=alpha)
+    elif estimate.value == 1:
+        low = 1 - zero_events_bound(estimate.n, alpha=alpha)
+    if estimate.is_known:
+        low, high = max(low, 0.0), min(high, 1.0)
+    return Estimate(estimate.value, low, high, estimate.n, estimate.method, alpha)
+
+
+def acceptance_from_totals(accepted: int, drafted: int, requests: int, *, alpha: float) -> Estimate:
+    """Acceptance from server counters, which hold sums over requests and nothing else.
+
+    The spread between requests is unknown, so the worst is taken: each request accepted all or
+    nothing, a binomial with n = requests (Clopper-Pearson with a fractional count).
+    """
+    method = "counters: sums only, interval as if each request accepted all or nothing"
+    if drafted <= 0 or requests <= 0:
+        return unknown(method, n=max(requests, 0), alpha=alpha)
+    share = accepted / drafted
+    low, high = _beta_limits(share * requests, requests, alpha)
+    return Estimate(share, low, high, requests, method, alpha)
+
+
+def mean_acceptance_length(
+    accepted: npt.ArrayLike, verify_steps: npt.ArrayLike, *, alpha: float
+) -> Estimate:
+    """1 + accepted tokens per verify step (bonus token included), requests as clusters."""
+    e = clustered_ratio(accepted, verify_steps, alpha=alpha)
+    return Estimate(1 + e.value, max(1 + e.low, 1.0), 1 + e.high, e.n, e.method, alpha)
+
+
+def block_log_ratio(
+    logs: npt.ArrayLike, blocks: npt.ArrayLike, is_speculative: npt.ArrayLike, *, alpha: float
+) -> Estimate:
+    """Speculative/target ratio of a switchback (ABBA) run, the block as unit, t-interval.
+
+    `logs` are log latencies, one per request, with its block number (in time order) and whether the
+    block ran the speculative arm. The i-th speculative block is compared with the i-th target-only
+    block, which in ABBA orders is its neighbour, so slow drift cancels. n counts pairs of blocks; a
+    block without a partner is left out and the method says so.
+
+    Raises:
+        ValueError: a block that holds both arms.
+    """
+    method = "switchback blocks, t-interval on block log ratios"
+    data = _finite(logs)
+    if data is None:
+        return unknown(method, n=0, alpha=alpha)
+    block, arm = np.asarray(blocks), np.asarray(is_speculative, dtype=bool)
+    means: dict[bool, list[float]] = {False: [], True: []}
+    for number in np.unique(block):
+        here = block == number
+        sides = np.unique(arm[here])
+        if sides.size != 1:
+            raise ValueError(f"block {number} holds both arms: not a switchback run")
+        means[bool(sides[0])].append(float(data[0][here].mean()))
+    n = min(len(means[True]), len(means[False]))
+    left_out = len(means[True]) + len(means[False]) - 2 * n
+    if left_out:
+        method += f", {left_out} block(s) without a partner left out"
+    if n == 0:
+        return unknown(method, n=0, alpha=alpha)
+    differences = np.subtract(means[True][:n], means[False][:n])
+    value = float(differences.mean())
+    if n < 2:
+        return Estimate(math.exp(value), 0.0, math.inf, n, method, alpha)
+    reach = float(sp.t.isf(alpha, n - 1)) * float(differences.std(ddof=1)) / math.sqrt(n)
+    return Estimate(math.exp(value), math.exp(value - reach), _exp(value + reach), n, method, alpha)
+
+
+# --- proportions --------------------------------------------------------------------------------
+
+
+def _beta_limits(k: float, n: float, alpha: float) -> tuple[float, float]:
+    low = float(special.betaincinv(k, n - k + 1, alpha)) if k > 0 else 0.0
+    high = float(special.betaincinv(k + 1, n - k, 1 - alpha)) if k < n else 1.0
+    return low, high
+
+
+def clopper_pearson(k: int, n: int, *, alpha: float) -> Estimate:
+    """Share k/n with exact one-sided binomial limits (Clopper and Pearson 1934)."""
+    if n <= 0:
+        return unknown("Clopper-Pearson", n=0, alpha=alpha)
+    return Estimate(k / n, *_beta_limits(k, n, alpha), n, "Clopper-Pearson", alpha)
+
+
+def zero_events_bound(n: int, *, alpha: float = 0.05) -> float:
+    """Upper limit of a rate after n cases without an event: 1 - alpha^(1/n); 1 for n = 0."""
+    return 1 - alpha ** (1 / n) if n > 0 else 1.0
+
+
+def mcnemar_exact(b: int, c: int) -> float:
+    """One-sided exact McNemar p: P(Bin(b + c, 1/2) >= b).
+
+    b: target passes and speculative fails; c: the reverse. It tests "any difference"; for
+    non-inferiority use `tango`.
+    """
+    return float(sp.binom.sf(b - 1, b + c, 0.5))
+
+
+def tango(b: int, c: int, n: int, *, alpha: float) -> Estimate:
+    """Score interval for the paired difference (b - c)/n (Tango 1998).
+
+    b: target passes and speculative fails; c: the reverse; n: all paired cases. Positive is worse.
+    """
+    if n <= 0:
+        return unknown("Tango score interval", n=0, alpha=alpha)
+    z = float(sp.norm.isf(alpha))
+
+    def score(d: float) -> float:
+        A, B, C = 2 * n, -b - c + (2 * n - b + c) * d, -c * d * (1 - d)
+        q = (math.sqrt(max(B * B - 4 * A * C, 0.0)) - B) / (2 * A)
+        variance = n * (2 * q + d * (1 - d))
+        difference = b - c - n * d
+        if variance <= 0:
+            return math.copysign(math.inf, difference) if difference else 0.0
+        return difference / math.sqrt(variance)
+
+    value = (b - c) / n
+
+    def root(level: float, inner: float, outer: float) -> float:
+        # The score falls from +inf at d=-1 to -inf at d=1; the limit lies between value and end.
+        return float(optimize.brentq(lambda d: max(min(score(d), 1e6), -1e6) - level, inner, outer))
+
+    low = -1.0 if value <= -1 else root(z, -1.0, value)
+    high = 1.0 if value >= 1 else root(-z, value, 1.0)
+    return Estimate(value, low, high, n, "Tango score interval", alpha)
+
+
+@dataclass(frozen=True, slots=True)
+class RateComparison:
+    """Two event rates compared: their ratio and the one-sided p of "the first is not higher"."""
+
+    ratio: float
+    p_value: float
+
+
+def compare_rates(
+    events: int, exposure: float, control_events: int, control_exposure: float
+) -> RateComparison:
+    """Is the first rate higher than the control's? Exact, conditional on the sum of events.
+
+    Under equal rates events ~ Bin(events + control_events, exposure share). For greedy divergence
+    exposure counts compared tokens. NaN without exposure on both sides.
+    """
+    if exposure <= 0 or control_exposure <= 0:
+        return RateComparison(math.nan, math.nan)
+    total = events + control_events
+    p = float(sp.binom.sf(events - 1, total, exposure / (exposure + control_exposure)))
+    if control_events == 0:
+        return RateComparison(math.inf if events else math.nan, p)
+    return RateComparison(events / exposure / (control_events / control_exposure), p)
+
+
+def fisher_all_against_none(k: int) -> float:
+    """One-sided Fisher p of k passes in k against 0 in k: 1/C(2k, k)."""
+    return 1 / math.comb(2 * k, k)
+
+
+def chi2_sf(x: float, df: int) -> float:
+    """P(chi-square with df degrees of freedom > x)."""
+    return float(sp.chi2.sf(x, df))
+
+
+# --- several tests ------------------------------------------------------------------------------
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's adjusted p-values, in the order given. A NaN counts as 1: no evidence."""
+    p = np.nan_to_num(np.asarray(p_values, dtype=float), nan=1.0)
+    order = np.argsort(p, kind="stable")
+    adjusted = np.empty_like(p)
+    adjusted[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(p.size, 0, -1)), 1.0)
+    return [float(x) for x in adjusted]
+
+
+# --- how many more ------------------------------------------------------------------------------
+
+_MOST = 1_000_000
+"""An answer above this is no answer: the estimate sits on its limit."""
+
+
+def needed_for_interval(estimate: Estimate, limit: float, *, power: float = 0.8) -> int | None:
+    """How many more units until the interval lies on one side of the limit, with the given power,
+    if the true value is the one measured: the width shrinks with the square root of n.
+
+    Positive values with a positive limit are taken on the log scale where the interval is one of a
+    ratio (its limits are positive). None where nothing can be said: no estimate, no finite limit
+    on the side that matters, or the value on its limit.
+    """
+    value, low, high = estimate.value, estimate.low, estimate.high
+    if math.isnan(value) or estimate.n < 1:
+        return None
+    bound = high if value < limit else low
+    if not math.isfinite(bound) or value == limit:
+        return None
+    if min(value, limit, bound) > 0:
+        value, limit, bound = math.log(value), math.log(limit), math.log(bound)
+    z = float(sp.norm.isf(estimate.alpha))
+    growth = ((z + float(sp.norm.ppf(power))) / z * (bound - value) / (limit - value)) ** 2
+    if estimate.n * growth > _MOST:
+        return None
+    return max(0, math.ceil(estimate.n * growth) - estimate.n)
+
+
+def needed_for_share(k: int, n: int, limit: float, *, alpha: float) -> int | None:
+    """How many more requests until Clopper-Pearson decides against the limit at the same rate.
+
+    For k = 0 these are the clean requests still missing: ln(alpha)/ln(1 - limit) in all.
+    """
+    if n <= 0:
+        return math.ceil(math.log(alpha) / math.log1p(-limit)) if 0 < limit < 1 else None
+    rate = k / n
+    if rate == limit:
+        return None
+
+    def decided(size: int) -> bool:
+        low, high = _beta_limits(rate * size, size, alpha)
+        return high <= limit if rate < limit else low > limit
+
+    size = n
+    while not decided(size):
+        size *= 2
+        if size > _MOST:
+            return None
+    undecided = size // 2
+    while size - undecided > 1:
+        middle = (size + undecided) // 2
+        size, undecided = (middle, undecided) if decided(middle) else (size, middle)
+    return max(0, size - n)
+
+
+def certify_share_n(k: int, limit: float, *, alpha: float) -> int:
+    """Smallest n at which k events still certify a rate <= limit (Clopper-Pearson upper limit)."""
+    n = k + 1
+    while _beta_limits(k, n, alpha)[1] > limit:
+        n += 1
+    return n
+
+
+def quantile_ratio_n(
+    log_sd: float, p: float, true_ratio: float, *, limit: float, alpha: float, power: float = 0.8
+) -> int:
+    """Requests per arm to pass `ratio <= limit`, unpaired, lognormal latencies of this log-sd.
+
+    n = 2 (c (z_alpha + z_power) / (ln limit - ln ratio))^2 with c = log_sd sqrt(p(1-p))/phi(z_p),
+    but never below what an upper limit needs to exist.
+
+    Raises:
+        ValueError: a true ratio at or above the limit can never pass.
+    """
+    if true_ratio >= limit:
+        raise ValueError(f"a true ratio of {true_ratio} never passes a limit of {limit}")
+    c = log_sd * math.sqrt(p * (1 - p)) / float(sp.norm.pdf(sp.norm.ppf(p)))
+    z = float(sp.norm.isf(alpha) + sp.norm.ppf(power))
+    return math.ceil(2 * (c * z / (math.log(limit) - math.log(true_ratio))) ** 2)
