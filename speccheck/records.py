@@ -414,6 +414,11 @@ class Measurement:
     note: str = ""
     examples: tuple[str, ...] = ()
     """Receipt ids of the worst cases."""
+    fail_estimates: tuple[Estimate, ...] = ()
+    """The same estimate at ever smaller one-sided levels, largest first. A failure is judged over
+    all cohorts and rules together (Holm), at levels that depend on how many there are."""
+    share: float = 1.0
+    """Share of the route's requests that the cohort holds."""
 
 
 @dataclass(frozen=True, slots=True)
