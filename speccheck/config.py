@@ -7,6 +7,7 @@ file are relative to that file, so that a rollout can be run from anywhere.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -47,12 +48,9 @@ def package_dir(name: str) -> Path:
 def _fraction(value: Any) -> Any:
     """`"10%"` as 0.10; numbers stay as they are."""
     if isinstance(value, str):
-        text = value.strip()
-        if text.endswith("%"):
-            try:
-                return float(text[:-1]) / 100
-            except ValueError:
-                pass
+        number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*%", value.strip())
+        if number:
+            return float(number[1]) / 100
         raise ValueError(f'{value!r} is not a number or a percentage such as "10%"')
     if isinstance(value, bool):
         raise ValueError("a number is needed, not true or false")  # noqa: TRY004 (pydantic's word)

@@ -1,0 +1,308 @@
+"""Start, wait for, describe and stop the two arms, or attach to servers that run already.
+
+What leaves this module is an `ArmDescription` per arm: URL, model, engine and version, the
+speculative config and everything else that was captured from the server. Nothing above `client`
+asks which engine it is. Both embedded arms are the same program, the same weights and the same
+code path; only the speculative config differs, and `differences` says so from what the servers
+themselves report.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import queue
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from speccheck.config import Rollout
+from speccheck.errors import EngineError, UsageError
+from speccheck.records import Arm, ArmDescription
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 5.0
+_LOG_TAIL_LINES = 12
+
+
+@dataclass(frozen=True, slots=True)
+class Arms:
+    """The running pair. `api_key` is kept apart from the descriptions, which are stored."""
+
+    target_only: ArmDescription
+    speculative: ArmDescription
+    api_key: str | None = None
+
+    def __iter__(self) -> Iterator[ArmDescription]:
+        return iter((self.target_only, self.speculative))
+
+    def __getitem__(self, arm: Arm) -> ArmDescription:
+        return self.target_only if arm is Arm.TARGET_ONLY else self.speculative
+
+
+@contextmanager
+def arms(rollout: Rollout, log_dir: Path) -> Iterator[Arms]:
+    """The pair that a rollout names, ready to answer; stopped on the way out if we started it.
+
+    Args:
+        rollout: what to start or attach to.
+        log_dir: folder for the servers' logs (`target_only.log`, `speculative.log`).
+
+    Raises:
+        EngineError: a server does not start, does not answer, or dies on the way.
+        UsageError: the API key's environment variable is not set.
+    """
+    if rollout.engine == "attached":
+        yield _attach(rollout)
+        return
+    processes: list[subprocess.Popen[str]] = []
+    try:
+        urls: dict[Arm, str] = {}
+        for arm, config in ((Arm.TARGET_ONLY, None), (Arm.SPECULATIVE, rollout.speculation)):
+            process, url = _start_embedded(rollout, arm, config, log_dir)
+            processes.append(process)
+            urls[arm] = url
+        yield Arms(
+            _describe(Arm.TARGET_ONLY, urls[Arm.TARGET_ONLY], None, None),
+            _describe(Arm.SPECULATIVE, urls[Arm.SPECULATIVE], None, None),
+        )
+    finally:
+        _stop(processes)
+
+
+def differences(pair: Arms) -> dict[str, tuple[Any, Any]]:
+    """What differs between the arms beside the speculative config: name -> (target, speculative).
+
+    Names are dotted paths into the captured config. Empty means the comparison is a fair one as
+    far as the servers report their configuration.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    if pair.target_only.engine != pair.speculative.engine:
+        found["engine"] = (pair.target_only.engine, pair.speculative.engine)
+    if pair.target_only.model != pair.speculative.model:
+        found["model"] = (pair.target_only.model, pair.speculative.model)
+    left, right = _flat(pair.target_only.config), _flat(pair.speculative.config)
+    for name in sorted(left.keys() | right.keys()):
+        if left.get(name) != right.get(name):
+            found[name] = (left.get(name), right.get(name))
+    return found
+
+
+def machine() -> dict[str, Any]:
+    """What ran the load: system, processor, cores, Python and speccheck versions."""
+    from speccheck import __version__
+
+    return {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "speccheck": __version__,
+    }
+
+
+# --- embedded -----------------------------------------------------------------------------------
+
+
+def _start_embedded(
+    rollout: Rollout, arm: Arm, speculative: Mapping[str, Any] | None, log_dir: Path
+) -> tuple[subprocess.Popen[str], str]:
+    """One embedded server as a child process; returns it with its URL once it is ready."""
+    settings: dict[str, Any] = {
+        **rollout.embedded.model_dump(exclude={"model"}),
+        "seed": rollout.seed,
+        "speculative_config": dict(speculative) if speculative is not None else None,
+    }
+    if rollout.embedded.model != "packaged":
+        settings["model"] = rollout.embedded.model
+    log_dir.mkdir(parents=True, exist_ok=True)
+    log_path = log_dir / f"{arm}.log"
+    command = [
+        *(sys.executable, "-m", "speccheck.engine.server"),
+        *("--settings", json.dumps(settings), "--port", "0", "--parent-pid", str(os.getpid())),
+    ]
+    with log_path.open("w", encoding="utf-8") as log:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,  # Ctrl-C reaches us first; we stop the servers in order
+        )
+    try:
+        return process, _ready_url(process, arm, log_path)
+    except BaseException:
+        _stop([process])
+        raise
+
+
+def _ready_url(process: subprocess.Popen[str], arm: Arm, log_path: Path) -> str:
+    """Wait for the server's line of readiness on its standard output."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+    stdout = process.stdout
+    if stdout is None:
+        raise EngineError(f"{arm} server: no standard output to read")
+
+    def read() -> None:
+        for line in stdout:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=read, daemon=True).start()
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise EngineError(
+                f"{arm} server: not ready after {START_TIMEOUT_S:.0f} s{_tail(log_path)}"
+            ) from None
+        if not line:
+            code = process.wait()
+            raise EngineError(f"{arm} server: ended at start with code {code}{_tail(log_path)}")
+        try:
+            message = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(message, dict) and message.get("ready"):
+            return str(message["url"])
+
+
+def _tail(log_path: Path) -> str:
+    try:
+        lines = log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        return f"; its log cannot be read ({error})"
+    shown = "\n    ".join(lines[-_LOG_TAIL_LINES:]) or "(the log is empty)"
+    return f"; the end of {log_path}:\n    {shown}"
+
+
+def _stop(processes: list[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    for process in processes:
+        try:
+            process.wait(timeout=STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+# --- attached -----------------------------------------------------------------------------------
+
+
+def _attach(rollout: Rollout) -> Arms:
+    attached = rollout.attached
+    if attached is None:
+        raise UsageError("engine: attached needs the block `attached` with two URLs")
+    key = None
+    if attached.api_key_env is not None:
+        key = os.environ.get(attached.api_key_env)
+        if not key:
+            raise UsageError(
+                f"attached.api_key_env: the environment variable {attached.api_key_env} is not set"
+            )
+    pair = Arms(
+        _describe(Arm.TARGET_ONLY, attached.target_only, attached.model, key),
+        _describe(Arm.SPECULATIVE, attached.speculative, attached.model, key),
+        key,
+    )
+    if pair.speculative.speculative_config is None:
+        # A server that does not say what it runs: the rollout's word is all there is.
+        stated = ArmDescription(
+            arm=Arm.SPECULATIVE,
+            url=pair.speculative.url,
+            engine=pair.speculative.engine,
+            model=pair.speculative.model,
+            speculative_config=rollout.speculation,
+            config=pair.speculative.config,
+        )
+        return Arms(pair.target_only, stated, key)
+    return pair
+
+
+def _describe(arm: Arm, url: str, model: str | None, key: str | None) -> ArmDescription:
+    """Ask a server what it is: /v1/models, /version and, where it is open, /server_info.
+
+    Raises:
+        EngineError: the server does not answer, or has no model.
+    """
+    models = _get_json(url, "/v1/models", key)
+    names = [str(entry.get("id")) for entry in (models or {}).get("data", [])]
+    if not names:
+        raise EngineError(f"{arm} server at {url}: /v1/models lists no model")
+    if model is not None and model not in names:
+        raise EngineError(
+            f"{arm} server at {url}: no model {model!r}; it serves {', '.join(names)}"
+        )
+    version = _get_json(url, "/version", key, optional="version") or {}
+    info = _get_json(url, "/server_info?config_format=json", key, optional="server_info") or {}
+    engine = str(info.get("engine", "")) or "unknown"
+    config = dict(info.get("config", info))
+    speculative = config.pop("speculative_config", None)
+    return ArmDescription(
+        arm=arm,
+        url=url,
+        engine=f"{engine} {version.get('version', 'unknown')}",
+        model=model or names[0],
+        speculative_config=speculative,
+        config=config,
+    )
+
+
+def _get_json(url: str, path: str, key: str | None, optional: str = "") -> dict[str, Any] | None:
+    """GET a JSON object; an `optional` page that is not there is None."""
+    request = urllib.request.Request(url + path)  # noqa: S310 (http(s) only, checked in config)
+    if key:
+        request.add_header("Authorization", f"Bearer {key}")
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:  # noqa: S310
+            value = json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        if optional and error.code in (401, 403, 404, 405, 501):
+            return None
+        raise EngineError(
+            f"{url}{path}: HTTP {error.code}; is this the server's base URL?"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise EngineError(f"{url}{path}: no answer ({reason}); is the server running?") from None
+    return value if isinstance(value, dict) else None
+
+
+def file_digest(path: Path) -> str:
+    """`sha256:` and 20 hex digits of a file's content."""
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()[:20]}"
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        return platform.processor()
+    return platform.processor()
