@@ -292,8 +292,8 @@ def clustered_ratio(
 
     For acceptance A is accepted and D drafted tokens per request. Tokens of one request are far
     from independent (design effects of 6 to 31 are usual), so a binomial interval on tokens is
-    grossly too narrow. Clusters with D = 0 say nothing about the ratio and are left out (they belong in
-    draft coverage). Cochran, Sampling Techniques, 6.3.
+    grossly too narrow. Clusters with D = 0 say nothing about the ratio and are left out (they
+    belong in draft coverage). Cochran, Sampling Techniques, 6.3.
     """
     method = "ratio of sums, requests as clusters, t-interval"
     data = _finite(numerators, denominators)
