@@ -1,0 +1,503 @@
+"""Run a plan against the arms on a given clock; the only load loop.
+
+Closed loops, open loops, warm-up, ABBA blocks, mirrors and canaries are all plans, so there is one
+loop to trust. It keeps three things apart that load generators like to mix: when a request was
+meant to go out (`scheduled_ns`), when it did (`sent_ns`), and whether our own process was fit to
+measure at all (`ClientHealth`): a late client makes a run invalid, not slow. Receipts are handed on
+as they complete, and written from one thread beside the loop, so that neither a slow disk delays a
+timestamp nor a crash loses what was acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, Literal, Protocol
+
+import aiohttp
+import numpy as np
+
+from speccheck import client
+from speccheck.errors import EngineError, UsageError
+from speccheck.records import (
+    Answer,
+    Arm,
+    ArmDescription,
+    PlannedRequest,
+    Receipt,
+    receipt_key,
+)
+
+Written = tuple[Receipt, Answer | None]
+"""A receipt and, where the plan keeps texts, its answer."""
+
+
+class Clock(Protocol):
+    """Monotonic nanoseconds, and waiting for one of them."""
+
+    def now_ns(self) -> int:
+        """Now, on the clock of `time.perf_counter_ns`."""
+        ...
+
+    async def sleep_until_ns(self, at_ns: int) -> None:
+        """Return at `at_ns` or as soon after it as possible; at once where it has passed."""
+        ...
+
+
+class MonotonicClock:
+    """The real clock, the same one that the client stamps chunks with."""
+
+    def now_ns(self) -> int:
+        """Now."""
+        return time.perf_counter_ns()
+
+    async def sleep_until_ns(self, at_ns: int) -> None:
+        """Wait on the event loop's timer."""
+        delay_ns = at_ns - time.perf_counter_ns()
+        if delay_ns > 0:
+            await asyncio.sleep(delay_ns / 1e9)
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where an arm is reached and what it runs. The key stays out of every repr and receipt."""
+
+    description: ArmDescription
+    policy_version: str
+    served_model: str
+    """The name to ask for, as `/v1/models` lists it."""
+    api_key: str | None = field(default=None, repr=False)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Fields added to each body."""
+    omit: frozenset[str] = frozenset()
+    """Fields this server refuses (a plain OpenAI server: return_token_ids, cache_salt ...)."""
+
+
+@dataclass(frozen=True, slots=True)
+class HealthLimits:
+    """When the client itself was too late to measure.
+
+    The lag limit is `lag_share` of the median TTFT, yet at least `lag_floor_s`: below a few
+    milliseconds an event loop on a shared machine cannot do better.
+    """
+
+    lag_share: float = 0.05
+    lag_floor_s: float = 0.010
+    loop_stall_s: float = 0.250
+    cpu_share: float = 0.90
+    """Of one core, used by the event loop's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientHealth:
+    """Whether this client was fit to measure; `reasons` say why not. Warm-up is not judged.
+
+    `lag_p99_s` (scheduled to sent) and `cpu_share` are NaN where nothing was driven; a run that
+    measured nothing is not valid.
+    """
+
+    valid: bool
+    reasons: tuple[str, ...]
+    lag_p99_s: float
+    loop_stall_max_s: float
+    cpu_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class DriveReport:
+    """What became of a plan. planned = completed + skipped, unless the drive was stopped."""
+
+    planned: int
+    completed: int
+    skipped: int
+    """Requests that `should_send` held back, or whose rerouted twin was already planned."""
+    outcomes: Mapping[str, int]
+    started_ns: int
+    ended_ns: int
+    health: ClientHealth
+
+
+async def drive(
+    plan: Sequence[PlannedRequest],
+    arms: Mapping[Arm, Endpoint],
+    *,
+    clock: Clock,
+    run_id: str,
+    write: Callable[[Sequence[Written]], None],
+    on_receipt: Callable[[Receipt], None] | None = None,
+    should_send: Callable[[PlannedRequest], PlannedRequest | None] | None = None,
+    workers: Literal["per_arm", "shared"] = "per_arm",
+    timeout_s: float = 600.0,
+    give_up_after: int | None = None,
+    limits: HealthLimits | None = None,
+) -> DriveReport:
+    """Send every planned request once and hand on every receipt.
+
+    The plan is run group by group, a group being the neighbours with the same phase and block;
+    one group finishes before the next begins, in the plan's order. Where requests carry offsets
+    the group is an open loop from its start, else a closed loop of `concurrency` workers for each
+    arm (`per_arm`) or for both together (`shared`).
+
+    Args:
+        plan: what to send; take away what is done with `plan.remaining`.
+        arms: an endpoint for every arm of the plan.
+        clock: must tell the time of `time.perf_counter_ns`.
+        run_id: part of every receipt's key.
+        write: makes a batch durable; called from one thread at a time, beside the event loop.
+            When it returns, the batch counts as acknowledged.
+        on_receipt: called on the event loop for each receipt as it completes; must be quick.
+        should_send: the last word before a request goes out: the request, another one (a fallback
+            sends it to target-only, see `plan.reroute`), or None to skip it.
+        workers: whose the concurrency is, in closed loops.
+        timeout_s: for one whole answer.
+        give_up_after: stop after so many attempts in a row that could not even connect to an arm.
+        limits: when to call the client itself late.
+
+    Raises:
+        UsageError: for an arm of the plan without an endpoint.
+        EngineError: when an arm cannot be reached and `give_up_after` is passed.
+        StoreError: from `write`; the drive stops, since what it measures would be lost.
+        asyncio.CancelledError: after all completed receipts were written.
+    """
+    missing = sorted({request.arm for request in plan} - set(arms))
+    if missing:
+        raise UsageError(f"the plan sends to {', '.join(missing)}, which has no server")
+    if not plan:
+        health = _no_health("nothing was planned")
+        now = clock.now_ns()
+        return DriveReport(0, 0, 0, {}, now, now, health)
+    run = _Run(
+        arms=arms,
+        clock=clock,
+        run_id=run_id,
+        on_receipt=on_receipt,
+        should_send=should_send,
+        timeout_s=timeout_s,
+        give_up_after=give_up_after,
+        keys={receipt_key(request, run_id) for request in plan},
+        pending=_Pending(write),
+    )
+    started_ns = clock.now_ns()
+    watch = _LoopWatch()
+    sessions = {arm: client.open_session() for arm in arms}
+    run.sessions = sessions
+    flusher = asyncio.create_task(run.pending.keep_writing())
+    try:
+        for is_warm_up, group in _groups(plan):
+            with nullcontext() if is_warm_up else watch.measuring():
+                await _until_failed(_run_group(run, group, workers), flusher)
+    finally:
+        # Also on Ctrl-C: what has completed is written before the cancellation goes on.
+        try:
+            await asyncio.shield(run.pending.close(flusher))
+        finally:
+            for session in sessions.values():
+                await session.close()
+    return DriveReport(
+        planned=len(plan),
+        completed=run.completed,
+        skipped=run.skipped,
+        outcomes=dict(run.outcomes),
+        started_ns=started_ns,
+        ended_ns=clock.now_ns(),
+        health=_judge_health(run, watch, limits or HealthLimits()),
+    )
+
+
+# --- one run ------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Run:
+    """State of one drive."""
+
+    arms: Mapping[Arm, Endpoint]
+    clock: Clock
+    run_id: str
+    on_receipt: Callable[[Receipt], None] | None
+    should_send: Callable[[PlannedRequest], PlannedRequest | None] | None
+    timeout_s: float
+    give_up_after: int | None
+    keys: set[str]
+    pending: _Pending
+    sessions: Mapping[Arm, aiohttp.ClientSession] = field(default_factory=dict)
+    completed: int = 0
+    skipped: int = 0
+    capped: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    unreachable: Counter[Arm] = field(default_factory=Counter)
+    lags_s: list[float] = field(default_factory=list)
+    ttfts_s: list[float] = field(default_factory=list)
+
+    async def attempt(self, planned: PlannedRequest, scheduled_ns: int) -> None:
+        """Ask, send, make the receipt, hand it on."""
+        request = self._decide(planned)
+        if request is None:
+            self.skipped += 1
+            return
+        arm = self.arms[request.arm]
+        observation = await client.send(
+            self.sessions[request.arm],
+            arm.description.url,
+            arm.served_model,
+            request,
+            timeout_s=self.timeout_s,
+            api_key=arm.api_key,
+            extra=arm.extra,
+            omit=arm.omit,
+        )
+        receipt = client.make_receipt(
+            observation,
+            request,
+            self.run_id,
+            arm.description,
+            arm.policy_version,
+            scheduled_ns=scheduled_ns,
+        )
+        keeps = request.keep_text
+        answer = client.make_answer(observation, receipt.receipt_id) if keeps else None
+        self.pending.add((receipt, answer))
+        self.completed += 1
+        self.outcomes[receipt.outcome] += 1
+        if not request.warm_up:
+            self.lags_s.append((observation.sent_ns - scheduled_ns) / 1e9)
+            if receipt.ttft_s is not None:
+                self.ttfts_s.append(receipt.ttft_s)
+        if self.on_receipt is not None:
+            self.on_receipt(receipt)
+        self._count_unreachable(request.arm, arm.description.url, receipt)
+
+    def _decide(self, planned: PlannedRequest) -> PlannedRequest | None:
+        if self.should_send is None:
+            return planned
+        request = self.should_send(planned)
+        if request is None:
+            return None
+        if request.arm not in self.arms:
+            raise UsageError(f"a request was rerouted to {request.arm}, which has no server")
+        key = receipt_key(request, self.run_id)
+        if key != receipt_key(planned, self.run_id) and key in self.keys:
+            return None  # its twin on that arm is in the plan: twice would be a double receipt
+        return request
+
+    def _count_unreachable(self, arm: Arm, url: str, receipt: Receipt) -> None:
+        if receipt.error_class != "unreachable":
+            self.unreachable[arm] = 0
+            return
+        self.unreachable[arm] += 1
+        if self.give_up_after is not None and self.unreachable[arm] >= self.give_up_after:
+            raise EngineError(
+                f"{arm} server at {url}: {self.unreachable[arm]} attempts in a row could not "
+                f"connect ({receipt.error_message}); start it and run the same command to resume"
+            )
+
+
+def _groups(plan: Sequence[PlannedRequest]) -> Iterator[tuple[bool, list[PlannedRequest]]]:
+    """Neighbours of one phase and block, in the plan's order."""
+    for (_, _, is_warm_up), group in groupby(plan, lambda r: (r.phase, r.block, r.warm_up)):
+        yield is_warm_up, list(group)
+
+
+async def _run_group(
+    run: _Run, group: list[PlannedRequest], workers: Literal["per_arm", "shared"]
+) -> None:
+    if group[0].offset_s is not None:
+        await _open_loop(run, group)
+    elif workers == "shared":
+        await _closed_loops(run, [group])
+    else:
+        queues: dict[Arm, list[PlannedRequest]] = {}
+        for request in group:
+            queues.setdefault(request.arm, []).append(request)
+        await _closed_loops(run, list(queues.values()))
+
+
+async def _closed_loops(run: _Run, queues: list[list[PlannedRequest]]) -> None:
+    """Workers that take the next request when their last is answered, until the queue is empty."""
+
+    async def work(waiting: deque[PlannedRequest]) -> None:
+        while waiting:
+            request = waiting.popleft()
+            await run.attempt(request, run.clock.now_ns())
+
+    async with _task_group() as tasks:
+        for queue in queues:
+            waiting = deque(queue)
+            for _ in range(min(queue[0].concurrency, len(queue))):
+                tasks.create_task(work(waiting))
+
+
+async def _open_loop(run: _Run, group: list[PlannedRequest]) -> None:
+    """Requests go out at their offsets, whatever the server does, up to the cap in flight.
+
+    A request that waits for the cap keeps its intended time as `scheduled_ns`: the wait shows in
+    its lag and in its effective latency.
+    """
+    start_ns = run.clock.now_ns()
+    slots = asyncio.Semaphore(max(request.concurrency for request in group))
+
+    async def one(request: PlannedRequest, due_ns: int) -> None:
+        try:
+            await run.attempt(request, due_ns)
+        finally:
+            slots.release()
+
+    async with _task_group() as tasks:
+        for request in sorted(group, key=lambda r: r.offset_s or 0.0):
+            due_ns = start_ns + round((request.offset_s or 0.0) * 1e9)
+            await run.clock.sleep_until_ns(due_ns)
+            if slots.locked():
+                run.capped += 1
+            await slots.acquire()
+            tasks.create_task(one(request, due_ns))
+
+
+@asynccontextmanager
+async def _task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup whose first error comes out as itself, not wrapped in an ExceptionGroup."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from None
+
+
+async def _until_failed(work: Coroutine[Any, Any, None], flusher: asyncio.Task[None]) -> None:
+    """Wait for the work, or stop it as soon as writing has failed."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task, flusher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            await flusher  # it only ever ends early by raising
+        await task
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+
+class _Pending:
+    """Receipts that are complete and not yet durable; written in batches, twice a second."""
+
+    _EVERY_S = 0.5
+
+    def __init__(self, write: Callable[[Sequence[Written]], None]) -> None:
+        self._write = write
+        self._waiting: list[Written] = []
+
+    def add(self, item: Written) -> None:
+        self._waiting.append(item)
+
+    async def keep_writing(self) -> None:
+        """Until cancelled; a failed write ends it with that error and keeps the batch."""
+        while True:
+            await asyncio.sleep(self._EVERY_S)
+            await self._flush()
+
+    async def close(self, flusher: asyncio.Task[None]) -> None:
+        """Write what is left, unless writing itself has failed: then raise that."""
+        if flusher.done():
+            flusher.result()
+        flusher.cancel()
+        await asyncio.gather(flusher, return_exceptions=True)
+        await self._flush()
+
+    async def _flush(self) -> None:
+        if not self._waiting:
+            return
+        batch = list(self._waiting)
+        # Shielded: a cancellation must not leave the thread writing a batch that close() will
+        # write again at the same time.
+        writing = asyncio.ensure_future(asyncio.to_thread(self._write, batch))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            await writing
+            del self._waiting[: len(batch)]
+            raise
+        del self._waiting[: len(batch)]
+
+
+# --- health of the client -----------------------------------------------------------------------
+
+
+class _LoopWatch:
+    """How late the event loop wakes, and how much of a core its thread uses, while measuring."""
+
+    _TICK_S = 0.02
+
+    def __init__(self) -> None:
+        self.stall_max_s = 0.0
+        self.cpu_s = 0.0
+        self.wall_s = 0.0
+        self._due_s = math.inf
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Watch for the length of the block. What is late at its end counts too."""
+        cpu_s, wall_s = time.thread_time(), time.perf_counter()
+        ticker = asyncio.ensure_future(self._tick())
+        try:
+            yield
+        finally:
+            ticker.cancel()
+            self._note_lateness()
+            self._due_s = math.inf
+            self.cpu_s += time.thread_time() - cpu_s
+            self.wall_s += time.perf_counter() - wall_s
+
+    async def _tick(self) -> None:
+        while True:
+            self._due_s = time.perf_counter() + self._TICK_S
+            await asyncio.sleep(self._TICK_S)
+            self._note_lateness()
+
+    def _note_lateness(self) -> None:
+        self.stall_max_s = max(self.stall_max_s, time.perf_counter() - self._due_s)
+
+
+def _judge_health(run: _Run, watch: _LoopWatch, limits: HealthLimits) -> ClientHealth:
+    """Reasons against this client, each with its number and its limit."""
+    if not run.lags_s:
+        return _no_health("nothing was sent")
+    lag_p99_s = float(np.quantile(run.lags_s, 0.99))
+    cpu_share = watch.cpu_s / watch.wall_s if watch.wall_s > 0 else math.nan
+    lag_limit_s = limits.lag_floor_s
+    if run.ttfts_s:
+        lag_limit_s = max(lag_limit_s, limits.lag_share * float(np.median(run.ttfts_s)))
+    reasons: list[str] = []
+    if lag_p99_s > lag_limit_s:
+        cap = f"; {run.capped} requests waited for the cap in flight" if run.capped else ""
+        reasons.append(
+            f"send lag p99 {lag_p99_s * 1e3:.1f} ms > limit {lag_limit_s * 1e3:.1f} ms{cap}"
+        )
+    if watch.stall_max_s > limits.loop_stall_s:
+        reasons.append(
+            f"the event loop stalled for {watch.stall_max_s * 1e3:.0f} ms "
+            f"> limit {limits.loop_stall_s * 1e3:.0f} ms"
+        )
+    if cpu_share > limits.cpu_share:
+        reasons.append(
+            f"the client used {cpu_share:.0%} of a core > limit {limits.cpu_share:.0%}: "
+            "send less, or measure from another machine"
+        )
+    return ClientHealth(not reasons, tuple(reasons), lag_p99_s, watch.stall_max_s, cpu_share)
+
+
+def _no_health(reason: str) -> ClientHealth:
+    return ClientHealth(
+        valid=False,
+        reasons=(reason,),
+        lag_p99_s=math.nan,
+        loop_stall_max_s=math.nan,
+        cpu_share=math.nan,
+    )
