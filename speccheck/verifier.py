@@ -23,10 +23,12 @@ Sources: token verification: Leviathan et al. 2023 (arXiv 2211.17192, Algorithm 
 Several candidates at one position: SpecInfer (2305.09781), RSD (2402.14160), Sequoia (2402.12374).
 """
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -165,7 +167,7 @@ def norm(w: Row, fallback: Row) -> Row:
 def one_hot(ids: Ids, like: Rows) -> Rows:
     """(n, V) rows with all mass on `ids`, numbers as in `like`: the q of a draft without chance."""
     rows = np.zeros((len(ids), like.shape[-1]), dtype=like.dtype)
-    rows[np.arange(len(ids)), ids] = 1
+    rows[np.arange(len(ids)), ids] = Fraction(1) if like.dtype == object else 1.0
     return rows
 
 
@@ -201,6 +203,10 @@ class Verifier:
     stops_at_first_rejection = True
     """Whether tests after the first failure are left out: their prefix is not committed."""
 
+    def compared(self, step: Step) -> Step:
+        """The p and q that are really compared, where they are not those of the step."""
+        return step
+
     def accept_probs(self, step: Step) -> Row:
         """h, (k,): the chance that each drafted token passes its own test."""
         raise NotImplementedError
@@ -220,9 +226,20 @@ class Verifier:
                 return i
         return len(passed)
 
+    def path_weights(self, step: Step) -> list[Any]:
+        """P_0..P_k, the factor on p in the residual after x[:tau]: 1 but in block verification."""
+        return [1] * (step.k + 1)
+
+    def residual(self, step: Step, tau: int) -> Row:
+        """(V,) weights of the correction after x[:tau], tau < k, not normalised."""
+        compared = self.compared(step)
+        P = self.path_weights(step)
+        return np.asarray(np.maximum(0, P[tau] * compared.p[tau] - compared.q[tau]))
+
     def final(self, step: Step, tau: int) -> Row:
         """(V,) law of the token after x[:tau]: correction if tau < k, bonus if tau = k."""
-        raise NotImplementedError
+        p = self.compared(step).row(tau)
+        return p if tau == step.k else norm(self.residual(step, tau), p)
 
     def test_sites(self, k: int) -> list[Site]:
         """Which uniform each of the k tests reads."""
@@ -253,13 +270,8 @@ class Token(Verifier):
 
     def accept_probs(self, step: Step) -> Row:
         """min(1, p_i(x_i)/q_i(x_i))."""
-        return np.asarray(np.minimum(1, step.at_draft(step.p) / step.at_draft(step.q)))
-
-    def final(self, step: Step, tau: int) -> Row:
-        """norm(max(0, p - q)) in the row of the rejected token, or the bonus row."""
-        if tau == step.k:
-            return step.row(tau)
-        return norm(np.maximum(0, step.p[tau] - step.q[tau]), step.p[tau])
+        compared = self.compared(step)
+        return np.asarray(np.minimum(1, step.at_draft(compared.p) / step.at_draft(compared.q)))
 
 
 class OneHot(Token):
@@ -276,13 +288,9 @@ class OneHot(Token):
 
     name = "one_hot"
 
-    def accept_probs(self, step: Step) -> Row:
-        """p_i(x_i)."""
-        return step.at_draft(step.p)
-
-    def final(self, step: Step, tau: int) -> Row:
-        """norm(p with x zeroed), or the bonus row."""
-        return super().final(Step(step.p, one_hot(step.x, step.p), step.x), tau)
+    def compared(self, step: Step) -> Step:
+        """The draft row replaced by certainty about x."""
+        return Step(step.p, one_hot(step.x, step.p), step.x)
 
 
 class SamplerMatch(OneHot):
@@ -317,10 +325,10 @@ class SamplerMatch(OneHot):
         return [("accept", tau) for tau in range(k)] + [("final", k)]
 
 
-class Greedy(Verifier):
+class Greedy(OneHot):
     """Temperature 0: accept x_i if it is the argmax of p_i; correction and bonus are argmaxes.
 
-    Token verification with p replaced by a one-hot row. Ties go to the lowest id, on both arms.
+    `OneHot` with p replaced by certainty about its argmax. Ties go to the lowest id, on both arms.
 
     >>> p = np.array([[0.4, 0.4, 0.2], [0.1, 0.2, 0.7]])
     >>> step = Step(p, p, np.array([1]))
@@ -330,13 +338,10 @@ class Greedy(Verifier):
 
     name = "greedy"
 
-    def accept_probs(self, step: Step) -> Row:
-        """1 where x_i = argmax p_i, else 0."""
-        return np.asarray(step.p[: step.k].argmax(axis=1) == step.x, dtype=step.p.dtype)
-
-    def final(self, step: Step, tau: int) -> Row:
-        """All mass on argmax p."""
-        return np.asarray(one_hot(step.p[tau : tau + 1].argmax(axis=1), step.p)[0])
+    def compared(self, step: Step) -> Step:
+        """Both rows replaced by certainty: about argmax p, and about x."""
+        p, x = step.p, step.x
+        return Step(one_hot(p.argmax(axis=1), p), one_hot(x, p), x)
 
 
 class Block(Verifier):
@@ -372,21 +377,14 @@ class Block(Verifier):
         h = np.ones(k, dtype=p.dtype)
         for i in range(1, k):
             S = np.maximum(0, P[i] * p[i] - q[i]).sum()
-            if S + 1 - P[i] > 0:  # 0 only if P_i = 1 and the rows are equal: nothing to lose
-                h[i - 1] = S / (S + 1 - P[i])
+            if S + (1 - P[i]) > 0:  # 0 only if P_i = 1 and the rows are equal: nothing to lose
+                h[i - 1] = S / (S + (1 - P[i]))
         h[k - 1 :] = P[k]
         return h
 
     def accepted(self, passed: Sequence[bool]) -> int:
         """tau, the last test that passed, whatever happened before it."""
         return max((i + 1 for i, ok in enumerate(passed) if ok), default=0)
-
-    def final(self, step: Step, tau: int) -> Row:
-        """norm(max(0, P_tau p - q)), or the bonus row."""
-        if tau == step.k:
-            return step.row(tau)
-        P = self.path_weights(step)
-        return norm(np.maximum(0, P[tau] * step.p[tau] - step.q[tau]), step.p[tau])
 
 
 class TargetOnly(Verifier):
@@ -398,13 +396,13 @@ class TargetOnly(Verifier):
 
     name = "target_only"
 
+    def compared(self, step: Step) -> Step:
+        """A draft row of zeros: no drafted token is compared with anything."""
+        return Step(step.p, 0 * step.p[: step.k], step.x)
+
     def accept_probs(self, step: Step) -> Row:
         """0 for every draft."""
         return np.zeros(step.k, dtype=step.p.dtype)
-
-    def final(self, step: Step, tau: int) -> Row:
-        """The target row."""
-        return step.row(tau)
 
 
 ALGORITHMS: dict[str, Verifier] = {
@@ -503,3 +501,858 @@ def greedy_round(target_argmax: Sequence[int], draft: Sequence[int]) -> RoundOut
     while tau < k and target_argmax[tau] == draft[tau]:
         tau += 1
     return RoundOutcome(tau, int(target_argmax[tau]), tau == k)
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What is left of a round's tokens when generation ends inside it."""
+
+    tokens: tuple[int, ...]
+    """Ids that reach the user, the stop token included."""
+    accepted: int
+    """Accepted draft tokens among them: those after the stop are not saved work (count)."""
+    dropped: int
+    """Committed tokens after the stop (count)."""
+
+
+def deliver(draft: Sequence[int], outcome: RoundOutcome, stop: Collection[int]) -> Delivery:
+    """Cut a round after its first stop token.
+
+    >>> deliver([0, 1, 2, 3], RoundOutcome(3, 4, bonus=False), {1})
+    Delivery(tokens=(0, 1), accepted=2, dropped=2)
+    """
+    committed = (*(int(t) for t in draft[: outcome.accepted]), outcome.token)
+    end = next((i + 1 for i, token in enumerate(committed) if token in stop), len(committed))
+    return Delivery(committed[:end], min(end, outcome.accepted), len(committed) - end)
+
+
+# ---------------------------------------------------------------------------------------------
+# Several candidates at one position: a node of a draft tree
+
+
+class Candidates:
+    """K candidates for one position, tried in turn; SpecInfer's multi-step scheme.
+
+    p^1 = p, q^1 = q. For j = 1..K: x_j ~ q^j, accept with min(1, p^j(x_j)/q^j(x_j)), otherwise
+    p^{j+1} = norm(max(0, p^j - q^j)). If none is accepted, y ~ p^{K+1}. Here q^{j+1} = q^j: drawn
+    with replacement. A path through a tree is a sequence of such nodes.
+    """
+
+    name = "with_replacement"
+
+    def drawn(self, q: Row) -> Row:
+        """The law x_j is really drawn from, given q^j."""
+        return q
+
+    def claimed(self, q: Row) -> Row:
+        """The draft row of test and residual; lossless only if it is `drawn`."""
+        return self.drawn(q)
+
+    def next_target(self, p: Row, q: Row) -> Row:
+        """p^{j+1}, given p^j and the claimed row."""
+        return norm(np.maximum(0, p - q), p)
+
+    def next_draft(self, q: Row, x: int) -> Row:  # noqa: ARG002  x matters to the children
+        """q^{j+1}, given q^j and the rejected x_j."""
+        return q
+
+
+class CandidatesWithoutReplacement(Candidates):
+    """Recursive rejection sampling: q^{j+1} = norm(q^j with x_j zeroed). RSD, Sequoia."""
+
+    name = "without_replacement"
+
+    def next_draft(self, q: Row, x: int) -> Row:
+        """norm(q with x zeroed); all zero once every candidate was tried."""
+        rest = q.copy()
+        rest[x] = 0
+        return norm(rest, rest)
+
+
+class TopCandidates(CandidatesWithoutReplacement):
+    """The K most probable draft tokens, each taken as certain: EAGLE-style deterministic trees."""
+
+    name = "top_k"
+
+    def drawn(self, q: Row) -> Row:
+        """All mass on the largest entry left."""
+        return np.asarray(one_hot(np.array([q.argmax()]), q)[0])
+
+
+NODE_ALGORITHMS: dict[str, Candidates] = {
+    scheme.name: scheme
+    for scheme in (Candidates(), CandidatesWithoutReplacement(), TopCandidates())
+}
+"""How several candidates at one position are verified, by name."""
+
+
+def node_law(scheme: Candidates, p: Row, q: Row, K: int) -> tuple[Row, Any]:
+    """((V,) law of the committed token, probability that a candidate is accepted), exact.
+
+    >>> p = np.array([Fraction(n, 100) for n in (20, 5, 20, 10, 45)])
+    >>> q = np.array([Fraction(n, 100) for n in (10, 15, 50, 10, 15)])
+    >>> law, accepted = node_law(Candidates(), p, q, 2)
+    >>> bool((law == p).all()), accepted
+    (True, Fraction(7, 10))
+    """
+    if K == 0 or not q.sum() > 0:
+        return p, 0 * p[0]
+    drawn, claimed = scheme.drawn(q), scheme.claimed(q)
+    law, accepted = 0 * p, 0 * p[0]
+    for x in np.flatnonzero(drawn):
+        h = min(1, p[x] / claimed[x])
+        law[x] += drawn[x] * h
+        accepted += drawn[x] * h
+        if h < 1:
+            rest, later = node_law(
+                scheme, scheme.next_target(p, claimed), scheme.next_draft(q, int(x)), K - 1
+            )
+            law = law + drawn[x] * (1 - h) * rest
+            accepted += drawn[x] * (1 - h) * later
+    return law, accepted
+
+
+def verify_node(
+    scheme: Candidates, p: Row, q: Row, chance: Sequence[tuple[float, float]], final_u: float
+) -> tuple[int | None, int]:
+    """(index of the accepted candidate or None, committed token) for given uniforms.
+
+    p, q: (V,) target and draft row. chance: K pairs, the uniform that draws the candidate and the
+    uniform of its test. final_u: one uniform for the token if no candidate is accepted.
+
+    >>> p = np.array([0.20, 0.05, 0.20, 0.10, 0.45])
+    >>> q = np.array([0.10, 0.15, 0.50, 0.10, 0.15])
+    >>> verify_node(Candidates(), p, q, [(0.5, 0.7), (0.9, 0.99)], 0.0)
+    (1, 4)
+    """
+    for j, (u_draft, u_test) in enumerate(chance):
+        if not q.sum() > 0:
+            break
+        x = inverse_cdf(scheme.drawn(q), u_draft)
+        claimed = scheme.claimed(q)
+        if u_test < p[x] / claimed[x]:
+            return j, x
+        p, q = scheme.next_target(p, claimed), scheme.next_draft(q, x)
+    return None, inverse_cdf(p, final_u)
+
+
+# ---------------------------------------------------------------------------------------------
+# Decoding on a table of known rows
+
+
+@dataclass(frozen=True)
+class Table:
+    """A made-up pair of models small enough to know everything about."""
+
+    name: str
+    vocabulary: tuple[str, ...]
+    """Token names; the id is the index."""
+    horizon: int
+    """Tokens of one run, H. A run drafts at most H - 1, so that no round is ever cut."""
+    target: Mapping[tuple[int, int | None], Row]
+    """p by (position 1..H, previous id); previous None is the row for any other previous token."""
+    draft: Mapping[tuple[int, int | None], Row]
+    """q by the same keys."""
+
+    def target_row(self, position: int, previous: int | None) -> Row:
+        """The row p at a position (1..H) after a token."""
+        return self.target[self._key(position, previous)]
+
+    def draft_row(self, position: int, previous: int | None) -> Row:
+        """The row q at a position (1..H) after a token."""
+        return self.draft[self._key(position, previous)]
+
+    def _key(self, position: int, previous: int | None) -> tuple[int, int | None]:
+        return (position, previous) if (position, previous) in self.target else (position, None)
+
+    def as_floats(self) -> "Table":
+        """The same table in float64, for drawing."""
+        target = {key: row.astype(np.float64) for key, row in self.target.items()}
+        draft = {key: row.astype(np.float64) for key, row in self.draft.items()}
+        return Table(self.name, self.vocabulary, self.horizon, target, draft)
+
+
+class Drafting:
+    """How draft tokens are drawn from the draft row, and which row the verifier is told."""
+
+    name = "probabilistic"
+
+    def drawn(self, q: Row, position: int) -> Row:  # noqa: ARG002  the n-gram child looks at it
+        """(V,) law the token at `position` is drawn from."""
+        return q
+
+    def claimed(self, q: Row, x: int) -> Row:  # noqa: ARG002  one-hot children look at it
+        """(V,) draft row the verifier gets for the drawn x."""
+        return q
+
+
+class SampledOneHot(Drafting):
+    """Drawn from the draft row, then taken as certain: acceptance falls to sum q p."""
+
+    name = "sampled_one_hot"
+
+    def claimed(self, q: Row, x: int) -> Row:
+        """All mass on x."""
+        return np.asarray(one_hot(np.array([x]), q)[0])
+
+
+class GreedyDraft(SampledOneHot):
+    """The argmax of the draft row, taken as certain: vLLM's default."""
+
+    name = "greedy"
+
+    def drawn(self, q: Row, position: int) -> Row:  # noqa: ARG002
+        """All mass on argmax q."""
+        return self.claimed(q, int(q.argmax()))
+
+
+class NGramDraft(SampledOneHot):
+    """A proposal that looks at neither model: the vocabulary in order, one id a position."""
+
+    name = "ngram"
+
+    def drawn(self, q: Row, position: int) -> Row:
+        """All mass on the id position - 1, modulo V."""
+        return self.claimed(q, (position - 1) % len(q))
+
+
+DRAFT_SAMPLING: dict[str, Drafting] = {
+    drafting.name: drafting
+    for drafting in (Drafting(), GreedyDraft(), SampledOneHot(), NGramDraft())
+}
+"""How a table's drafts may be drawn, by name."""
+
+
+class State(NamedTuple):
+    """What the rest of a run depends on, between rounds."""
+
+    n: int
+    """Committed tokens."""
+    previous: int | None
+    """Id of the last one."""
+    memory: Hashable = None
+    """What a broken engine carries over from an earlier round; a right one carries nothing."""
+
+
+class Decoding:
+    """A decoding loop on a table, again as pieces that a wrong engine can override.
+
+    At n committed tokens it drafts k = min(proposal length, H - n - 1) tokens, verifies k+1 rows
+    in one target pass and commits tau+1 tokens.
+    """
+
+    def __init__(
+        self,
+        table: Table,
+        verifier: Verifier,
+        drafting: Drafting | None = None,
+        proposal_length: int | None = None,
+    ) -> None:
+        """drafting: probabilistic if not given. proposal_length: H - 1 if not given."""
+        self.table = table
+        self.verifier = verifier
+        self.drafting = Drafting() if drafting is None else drafting
+        self.proposal_length = table.horizon - 1 if proposal_length is None else proposal_length
+
+    def on(self, table: Table) -> "Decoding":
+        """The same loop on another table, such as the one in floats."""
+        return type(self)(table, self.verifier, self.drafting, self.proposal_length)
+
+    def start(self) -> State:
+        """Nothing committed."""
+        return State(0, None)
+
+    def length(self, state: State) -> int:
+        """Proposal length of the next round."""
+        return min(self.proposal_length, self.table.horizon - state.n - 1)
+
+    def target_row(self, state: State, drafted: tuple[int, ...]) -> Row:
+        """The row p after the committed prefix and `drafted`."""
+        previous = drafted[-1] if drafted else state.previous
+        return self.table.target_row(state.n + len(drafted) + 1, previous)
+
+    def draft_row(self, state: State, drafted: tuple[int, ...]) -> Row:
+        """The row q after the committed prefix and `drafted`."""
+        previous = drafted[-1] if drafted else state.previous
+        return self.table.draft_row(state.n + len(drafted) + 1, previous)
+
+    def drawn_row(self, state: State, drafted: tuple[int, ...]) -> Row:
+        """The law the draft token after `drafted` is drawn from."""
+        q = self.draft_row(state, drafted)
+        return self.drafting.drawn(q, state.n + len(drafted) + 1)
+
+    def step(self, state: State, drafted: tuple[int, ...]) -> Step:
+        """What the verifier gets to see of a drafted block.
+
+        The q of the row after the block is handed over too: no right verifier looks at it.
+        """
+        prefixes = [drafted[:i] for i in range(len(drafted) + 1)]
+        p = np.stack([self.target_row(state, prefix) for prefix in prefixes])
+        q = [self.draft_row(state, prefix) for prefix in prefixes]
+        claimed = [self.drafting.claimed(row, x) for row, x in zip(q, drafted, strict=False)]
+        return Step(p, np.stack([*claimed, q[-1]]), np.array(drafted, dtype=np.int64))
+
+    def tail(self, step: Step, tau: int) -> list[Row]:
+        """Laws of the tokens committed after x[:tau]: one row, the verifier's."""
+        return [self.verifier.final(step, tau)]
+
+    def commit(
+        self, state: State, drafted: tuple[int, ...], tau: int, tail: tuple[int, ...]
+    ) -> tuple[tuple[int, ...], State]:
+        """(tokens committed by the round, state after it)."""
+        tokens = drafted[:tau] + tail
+        return tokens, State(state.n + len(tokens), tokens[-1]) if tokens else state
+
+    def stream(self, site: Site, k: int) -> Stream:
+        """Which stream of uniforms a site reads when runs are drawn from seeds."""
+        kind, i = site
+        if kind == "final":
+            return Stream.RESIDUAL if i < k else Stream.BONUS
+        return Stream.DRAFT if kind == "draft" else Stream.ACCEPT
+
+
+class Control(Decoding):
+    """The target-only control: the same loop with k = 0, on a stream of its own."""
+
+    def length(self, state: State) -> int:  # noqa: ARG002
+        """0: nothing is drafted."""
+        return 0
+
+    def stream(self, site: Site, k: int) -> Stream:  # noqa: ARG002
+        """CONTROL."""
+        return Stream.CONTROL
+
+
+# ---------------------------------------------------------------------------------------------
+# The exact law
+
+
+Cells = Mapping[Site, tuple[Any, Any]]
+"""What is known of the uniforms used so far: each lies in [low, high)."""
+Edges = Sequence[tuple[Any, Any, Any]]
+"""A partition of [0, 1): (outcome, low, high)."""
+
+
+def _split(cells: Cells, site: Site, edges: Edges) -> Iterator[tuple[Any, Any, Cells]]:
+    """(outcome, conditional probability, what is known then) of a decision on one uniform.
+
+    A uniform that was used before is not uniform any more; keeping its interval makes the law of
+    a verifier that uses one twice exact too.
+    """
+    if site not in cells:
+        for outcome, low, high in edges:
+            if low < high:
+                yield outcome, high - low, {**cells, site: (low, high)}
+        return
+    a, b = cells[site]
+    for outcome, low, high in edges:
+        lo, hi = max(a, low), min(b, high)
+        if lo < hi:
+            yield outcome, (hi - lo) / (b - a + Fraction(0)), {**cells, site: (lo, hi)}
+
+
+def _cdf(row: Row) -> Edges:
+    edges: list[tuple[Any, Any, Any]] = []
+    low: Any = Fraction(0)
+    for token, mass in enumerate(row):
+        if mass:
+            edges.append((token, low, low + mass))
+            low = low + mass
+    return edges
+
+
+def _drafts(
+    decoding: Decoding, state: State, drafted: tuple[int, ...], cells: Cells
+) -> Iterator[tuple[tuple[int, ...], Any, Cells]]:
+    """(block, probability, cells) of every block that can be drafted."""
+    i = len(drafted)
+    if i == decoding.length(state):
+        yield drafted, 1, cells
+        return
+    row = decoding.drawn_row(state, drafted)
+    for token, weight, known in _split(cells, ("draft", i), _cdf(row)):
+        for block, rest, after in _drafts(decoding, state, (*drafted, token), known):
+            yield block, weight * rest, after
+
+
+def _tests(
+    verifier: Verifier, windows: Sequence[tuple[Site, Edges]], passed: list[bool], cells: Cells
+) -> Iterator[tuple[list[bool], Any, Cells]]:
+    """(tests passed, probability, cells) of every way the tests of a block can go."""
+    i = len(passed)
+    if i == len(windows) or (passed and not passed[-1] and verifier.stops_at_first_rejection):
+        yield passed, 1, cells
+        return
+    for ok, weight, known in _split(cells, *windows[i]):
+        for pattern, rest, after in _tests(verifier, windows, [*passed, ok], known):
+            yield pattern, weight * rest, after
+
+
+def _tails(
+    laws: Sequence[tuple[Site, Edges]], cells: Cells
+) -> Iterator[tuple[tuple[int, ...], Any]]:
+    """(tokens, probability) of the tokens after the accepted ones."""
+    if not laws:
+        yield (), 1
+        return
+    for token, weight, known in _split(cells, *laws[0]):
+        for tokens, rest in _tails(laws[1:], known):
+            yield (token, *tokens), weight * rest
+
+
+Round = dict[tuple[tuple[int, ...], int, State], Any]
+"""Probability by (committed tokens, tau, state after)."""
+
+
+def _tail_laws(decoding: Decoding, step: Step, tau: int) -> list[tuple[Site, Row]]:
+    """(uniform, law) of each token committed after x[:tau]."""
+    rows = decoding.tail(step, tau)
+    first = decoding.verifier.final_sites(step.k)[tau]
+    return [(first if j == 0 else ("final", tau + j), row) for j, row in enumerate(rows)]
+
+
+def round_law(decoding: Decoding, state: State) -> Round:
+    """Round(c, k): the exact law of one round from `state`. Its values sum to 1."""
+    verifier, k = decoding.verifier, decoding.length(state)
+    zero, one = Fraction(0), Fraction(1)
+    law: Round = defaultdict(int)
+    for drafted, p_draft, drawn in _drafts(decoding, state, (), {}):
+        step = decoding.step(state, drafted)
+        windows: list[tuple[Site, Edges]] = [
+            (site, [(False, zero, low), (True, low, high), (False, high, one)])
+            for site, low, high in zip(verifier.test_sites(k), *verifier.window(step), strict=True)
+        ]
+        tails: dict[int, list[tuple[Site, Edges]]] = {}
+        for passed, p_tests, tested in _tests(verifier, windows, [], drawn):
+            tau = verifier.accepted(passed)
+            if tau not in tails:
+                tails[tau] = [(u, _cdf(row)) for u, row in _tail_laws(decoding, step, tau)]
+            for tail, p_tail in _tails(tails[tau], tested):
+                tokens, after = decoding.commit(state, drafted, tau, tail)
+                law[tokens, tau, after] += p_draft * p_tests * p_tail
+    return dict(law)
+
+
+@dataclass(frozen=True)
+class ExactLaw:
+    """What a decoding loop does to a table, without sampling error."""
+
+    sequences: Mapping[tuple[int, ...], Any]
+    """Probability of every committed sequence of H tokens that can occur."""
+    passes: Any
+    """Expected target passes of a run."""
+    drafted: Any
+    """Expected drafted tokens of a run."""
+    accepted: Any
+    """Expected accepted tokens of a run."""
+    first_tau: tuple[Any, ...]
+    """Probability of tau = 0..k in the first round."""
+    starts: Mapping[int, tuple[Any, Any]]
+    """By position: (expected rounds with drafts that start there, P(first draft accepted))."""
+
+
+def exact_law(decoding: Decoding) -> ExactLaw:
+    """The law of whole runs, by dynamic programming over committed prefixes.
+
+    With a table of `Fraction` every number is exact, so losslessness is
+    `exact_law(d).sequences == target_law(table)` with no tolerance.
+
+    A round that commits nothing (only a wrong engine has one) comes back to the state it started
+    from with probability s; such a state is visited 1/(1 - s) times.
+    """
+    rounds: dict[State, Round] = {}
+    layers: list[dict[tuple[tuple[int, ...], State], Any]] = [
+        defaultdict(int) for _ in range(decoding.table.horizon + 1)
+    ]
+    layers[0][(), decoding.start()] = Fraction(1)
+    passes = drafted = accepted = 0
+    starts: dict[int, list[Any]] = defaultdict(lambda: [0, 0])
+    for layer in layers[:-1]:
+        visits: dict[State, Any] = defaultdict(int)
+        for (prefix, state), mass in layer.items():
+            if state not in rounds:
+                rounds[state] = round_law(decoding, state)
+            law = rounds[state]
+            stuck = sum(w for (tokens, _, _), w in law.items() if not tokens)
+            visits[state] += mass / (1 - stuck)
+            for (tokens, _, after), w in law.items():
+                if tokens:
+                    longer = (*prefix, *tokens)
+                    layers[len(longer)][longer, after] += mass / (1 - stuck) * w
+        for state, mass in visits.items():
+            k = decoding.length(state)
+            taus = _tau_law(rounds[state], k)
+            passes += mass
+            drafted += mass * k
+            accepted += mass * sum(tau * w for tau, w in enumerate(taus))
+            if k:
+                starts[state.n + 1][0] += mass
+                starts[state.n + 1][1] += mass * (1 - taus[0])
+    sequences: dict[tuple[int, ...], Any] = defaultdict(int)
+    for (sequence, _), mass in layers[-1].items():
+        sequences[sequence] += mass
+    first = decoding.start()
+    return ExactLaw(
+        sequences=dict(sequences),
+        passes=passes,
+        drafted=drafted,
+        accepted=accepted,
+        first_tau=_tau_law(rounds[first], decoding.length(first)),
+        starts={n: (mass, hits / mass) for n, (mass, hits) in sorted(starts.items())},
+    )
+
+
+def _tau_law(law: Round, k: int) -> tuple[Any, ...]:
+    """P(tau = 0..k) of a round."""
+    return tuple(sum(w for (_, tau, _), w in law.items() if tau == t) for t in range(k + 1))
+
+
+def passes_law(decoding: Decoding) -> dict[int, Any]:
+    """Probability of each number of target passes of a run, for loops that always commit."""
+    horizon = decoding.table.horizon
+    now: dict[State, Any] = {decoding.start(): Fraction(1)}
+    law: dict[int, Any] = {}
+    while now:
+        following: dict[State, Any] = defaultdict(int)
+        for state, mass in now.items():
+            for (tokens, _, after), w in round_law(decoding, state).items():
+                if not tokens:
+                    raise VerificationError("a round that commits nothing: the passes are endless")
+                following[after] += mass * w
+        done = sum(mass for state, mass in following.items() if state.n >= horizon)
+        if done:
+            law[len(law) + 1] = done
+        now = {state: mass for state, mass in following.items() if state.n < horizon}
+    return law
+
+
+def target_law(table: Table) -> dict[tuple[int, ...], Any]:
+    """Probability of every sequence of H tokens under the target alone, those of mass 0 left out.
+
+    The reference, so it knows nothing of rounds: the product of the rows.
+    """
+    law: dict[tuple[int, ...], Any] = {(): 1}
+    for position in range(1, table.horizon + 1):
+        law = {
+            (*prefix, token): mass * p
+            for prefix, mass in law.items()
+            for token, p in enumerate(table.target_row(position, prefix[-1] if prefix else None))
+            if p
+        }
+    return law
+
+
+def total_variation(a: Mapping[Any, Any], b: Mapping[Any, Any]) -> Any:
+    """TV(a, b) = sum |a - b| / 2 of two laws given as probability by outcome."""
+    return sum(abs(a.get(key, 0) - b.get(key, 0)) for key in a.keys() | b.keys()) / 2
+
+
+def marginals(sequences: Mapping[tuple[int, ...], Any], n_tokens: int) -> list[list[Any]]:
+    """[position][token] marginal probabilities of a law over sequences."""
+    horizon = len(next(iter(sequences)))
+    table: list[list[Any]] = [[0] * n_tokens for _ in range(horizon)]
+    for sequence, mass in sequences.items():
+        for position, token in enumerate(sequence):
+            table[position][token] += mass
+    return table
+
+
+# ---------------------------------------------------------------------------------------------
+# Many runs, drawn from enumerated seeds
+
+
+@dataclass(frozen=True)
+class Runs:
+    """N runs of H tokens, one per seed."""
+
+    tokens: Ids
+    """(N, H) committed ids."""
+    passes: Ids
+    """(N,) target passes."""
+    drafted: Ids
+    """(N,) drafted tokens."""
+    accepted: Ids
+    """(N,) accepted tokens."""
+    first_tau: Ids
+    """(N,) tau of the first round."""
+    starts: Mapping[int, tuple[int, int]]
+    """By position: (rounds with drafts that started there, those whose first draft stood)."""
+
+
+def sample(decoding: Decoding, seeds: npt.NDArray[Any]) -> Runs:
+    """Draw one run per seed, (N,) integers, through the same pieces as `verify` and `exact_law`.
+
+    Runs that are in the same state with the same drafts are tested together, so the cost is that
+    of the distinct situations and not of the runs.
+    """
+    decoding = decoding.on(decoding.table.as_floats())
+    verifier, horizon = decoding.verifier, decoding.table.horizon
+    n_runs = len(seeds)
+    tokens = np.full((n_runs, horizon), -1)
+    passes, drafted, accepted, first_tau = (np.zeros(n_runs, dtype=np.int64) for _ in range(4))
+    starts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+    steps: dict[tuple[State, tuple[int, ...]], tuple[Step, Row, Row]] = {}
+    waiting: dict[State, Ids] = {decoding.start(): np.arange(n_runs)}
+    round_ = 0
+    while waiting:
+        chance: dict[tuple[Stream, int], Floats] = {}
+
+        def u(site: Site, state: State, runs: Ids) -> Floats:
+            position = state.n + 1 + site[1]
+            key = decoding.stream(site, decoding.length(state)), position
+            if key not in chance:  # noqa: B023  one cache a round, used within it
+                chance[key] = uniforms(seeds, *key[:1], round_, position)  # noqa: B023
+            return chance[key][runs]  # noqa: B023
+
+        following: dict[State, list[Ids]] = defaultdict(list)
+        for state, members in waiting.items():
+            k = decoding.length(state)
+            for block, runs in _draw_drafts(decoding, state, (), members, u):
+                if (state, block) not in steps:
+                    step = decoding.step(state, block)
+                    steps[state, block] = (step, *verifier.window(step))
+                step, low, high = steps[state, block]
+                pattern = np.zeros(len(runs), dtype=np.int64)
+                for i, site in enumerate(verifier.test_sites(k)):
+                    v = u(site, state, runs)
+                    pattern += ((low[i] <= v) & (v < high[i])) << i
+                taus = _taus(verifier, k)[pattern]
+                passes[runs] += 1
+                drafted[runs] += k
+                accepted[runs] += taus
+                if round_ == 0:
+                    first_tau[runs] = taus
+                if k:
+                    starts[state.n + 1][0] += len(runs)
+                    starts[state.n + 1][1] += int((taus > 0).sum())
+                for tau, same_tau in _by_value(taus, runs):
+                    laws = _tail_laws(decoding, step, tau)
+                    for tail, group in _draw_tails(laws, state, same_tau, u):
+                        committed, after = decoding.commit(state, block, tau, tail)
+                        tokens[group, state.n : state.n + len(committed)] = committed
+                        if after.n < horizon:
+                            following[after].append(group)
+        waiting = {state: np.concatenate(groups) for state, groups in following.items()}
+        round_ += 1
+    return Runs(
+        tokens,
+        passes,
+        drafted,
+        accepted,
+        first_tau,
+        {position: (n, hits) for position, (n, hits) in sorted(starts.items())},
+    )
+
+
+Chance = Callable[[Site, State, Ids], Floats]
+
+
+def _by_value(values: Ids, runs: Ids) -> Iterator[tuple[int, Ids]]:
+    """(value, the runs that have it)."""
+    for value in np.flatnonzero(np.bincount(values)):
+        yield int(value), runs[values == value]
+
+
+def _draw_drafts(
+    decoding: Decoding, state: State, drafted: tuple[int, ...], runs: Ids, u: Chance
+) -> Iterator[tuple[tuple[int, ...], Ids]]:
+    """(drafted block, the runs that drew it)."""
+    i = len(drafted)
+    if i == decoding.length(state):
+        yield drafted, runs
+        return
+    drawn = inverse_cdfs(decoding.drawn_row(state, drafted), u(("draft", i), state, runs))
+    for token, group in _by_value(drawn, runs):
+        yield from _draw_drafts(decoding, state, (*drafted, token), group, u)
+
+
+def _draw_tails(
+    laws: Sequence[tuple[Site, Row]], state: State, runs: Ids, u: Chance
+) -> Iterator[tuple[tuple[int, ...], Ids]]:
+    """(tokens after the accepted ones, the runs that drew them)."""
+    if not laws:
+        yield (), runs
+        return
+    site, law = laws[0]
+    for token, group in _by_value(inverse_cdfs(law, u(site, state, runs)), runs):
+        for tokens, same in _draw_tails(laws[1:], state, group, u):
+            yield (token, *tokens), same
+
+
+def _taus(verifier: Verifier, k: int) -> Ids:
+    """Accepted length by pattern of passed tests, test i as bit i."""
+    patterns = ([bool(bits >> i & 1) for i in range(k)] for bits in range(2**k))
+    return np.array([verifier.accepted(passed) for passed in patterns])
+
+
+# ---------------------------------------------------------------------------------------------
+# One run, written down
+
+
+def trace(decoding: Decoding, u: Callable[[Stream, int, int], float]) -> list[dict[str, Any]]:
+    """One run as JSON-ready records, one a round, checked by `check_trace`.
+
+    u(stream, round, position) gives the uniforms: `uniform` with a seed bound, or a worked
+    example's own numbers. Tokens are given by name, positions count from 1.
+    """
+    decoding = decoding.on(decoding.table.as_floats())
+    state = decoding.start()
+    prefix: list[int] = []
+    rounds: list[dict[str, Any]] = []
+    while state.n < decoding.table.horizon:
+        record, state = _trace_round(decoding, state, prefix, len(rounds), u)
+        rounds.append(record)
+    check_trace(rounds)
+    return rounds
+
+
+def _trace_round(
+    decoding: Decoding,
+    state: State,
+    prefix: list[int],
+    round_: int,
+    u: Callable[[Stream, int, int], float],
+) -> tuple[dict[str, Any], State]:
+    table, verifier, k = decoding.table, decoding.verifier, decoding.length(state)
+    names = table.vocabulary
+
+    def chance(site: Site) -> float:
+        return u(decoding.stream(site, k), round_, state.n + 1 + site[1])
+
+    drafted: tuple[int, ...] = ()
+    for i in range(k):
+        row = decoding.drawn_row(state, drafted)
+        drafted = (*drafted, inverse_cdf(row, chance(("draft", i))))
+    step = decoding.step(state, drafted)
+    passed, tau, _ = draw(verifier, step, chance)
+    laws = _tail_laws(decoding, step, tau)
+    tail = tuple(inverse_cdf(law, chance(site)) for site, law in laws)
+    tokens, after = decoding.commit(state, drafted, tau, tail)
+    compared = verifier.compared(step)
+    low, high = verifier.window(step)
+    record: dict[str, Any] = {
+        "round": round_,
+        "base_position": state.n + 1,
+        "prefix": [names[t] for t in prefix],
+        "draft": [
+            {
+                "pos": state.n + 1 + i,
+                "token": names[x],
+                "q": float(decoding.drawn_row(state, drafted[:i])[x]),
+                "u_draft": chance(("draft", i)),
+            }
+            for i, x in enumerate(drafted)
+        ],
+        "verify": [
+            {
+                "pos": state.n + 1 + i,
+                "token": names[x],
+                "p": float(compared.p[i][x]),
+                "q": float(compared.q[i][x]),
+                "ratio": float(compared.p[i][x] / compared.q[i][x]) if compared.q[i][x] else None,
+                "accept_prob": float(high[i] - low[i]),
+                "u": chance(site),
+                "test": "passed" if ok else "failed",
+                "outcome": "accepted" if i < tau else "rejected" if i == tau else None,
+            }
+            for i, (x, ok, site) in enumerate(
+                zip(drafted, passed, verifier.test_sites(k), strict=False)
+            )
+        ],
+        "discarded": [
+            {
+                "pos": state.n + 1 + i,
+                "token": names[drafted[i]],
+                "reason": f"drafted after {names[drafted[tau]]}, which was rejected",
+            }
+            for i in range(tau + 1, k)
+        ],
+        "committed": [names[t] for t in tokens],
+        "counters": {
+            "target_passes": 1,
+            "drafted": k,
+            "accepted": tau,
+            "rejected": int(tau < k),
+            "bonus": int(tau == k),
+            "discarded": max(0, k - tau - 1),
+        },
+    }
+    if tail:
+        site, law = laws[0]
+        last = {"pos": state.n + 1 + tau, "token": names[tail[0]], "u": chance(site)}
+        if tau < k:
+            weights = verifier.residual(step, tau)
+            weighted = verifier.path_weights(step)[tau] * compared.p[tau]
+            last |= {
+                "residual": {
+                    name: float(w) for name, w in zip(names, norm(weights, law), strict=True) if w
+                },
+                "residual_mass": float(weights.sum()),
+                "overlap": float(np.minimum(weighted, compared.q[tau]).sum()),
+                "path_weight": float(verifier.path_weights(step)[tau]),
+            }
+        record["correction" if tau < k else "bonus"] = last
+    prefix.extend(tokens)
+    return record, after
+
+
+def check_trace(rounds: Sequence[Mapping[str, Any]]) -> None:
+    """Raise VerificationError at the first invariant of verification that a trace breaks.
+
+    Wrong shortcuts mostly break one of them in a single readable run; the exact law is the proof.
+    """
+    prefix: list[str] = []
+    for record in rounds:
+        counters, where = record["counters"], f"round {record['round']}"
+        tau, committed = counters["accepted"], record["committed"]
+        _hold(where, record["prefix"] == prefix, "the prefix is what earlier rounds committed")
+        _hold(
+            where,
+            record["base_position"] == len(prefix) + 1,
+            "the round starts at the position after the committed prefix",
+        )
+        _hold(where, len(committed) == tau + 1, "a round commits accepted + 1 tokens")
+        _hold(
+            where,
+            committed[:tau] == [d["token"] for d in record["draft"][:tau]],
+            "the accepted tokens are the first drafted ones",
+        )
+        _hold(
+            where,
+            all(v["outcome"] is None for v in record["verify"][tau + 1 :]),
+            "no drafted token after the first rejection has an outcome",
+        )
+        _hold(
+            where,
+            counters["drafted"]
+            == tau + counters["rejected"] + counters["discarded"]
+            == len(record["draft"]),
+            "every drafted token is accepted, rejected or discarded",
+        )
+        if "correction" in record:
+            correction, rejected = record["correction"], record["verify"][tau]
+            _hold(
+                where,
+                abs(correction["residual_mass"] - correction["path_weight"] + correction["overlap"])
+                < 1e-9,
+                "the residual mass is 1 - sum min(p, q)",
+            )
+            _hold(
+                where,
+                correction["token"] in correction["residual"],
+                "the correction comes from the residual",
+            )
+            _hold(
+                where,
+                correction["token"] != rejected["token"],
+                "the correction is not the rejected token",
+            )
+        prefix += committed
+    passes = sum(record["counters"]["target_passes"] for record in rounds)
+    accepted = sum(record["counters"]["accepted"] for record in rounds)
+    _hold("run", passes + accepted == len(prefix), "passes + accepted = tokens")
+
+
+def _hold(where: str, holds: object, invariant: str) -> None:
+    if not holds:
+        raise VerificationError(f"{where} breaks an invariant of verification: {invariant}")
