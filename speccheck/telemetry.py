@@ -1,0 +1,286 @@
+"""Prometheus scrapes of a server, and differences of counters that survive a restart.
+
+Servers under vLLM's names are read as they are: a series that is not there is absent, not 0 (a
+target-only server has no speculation counters at all). When one engine restarts in mid-run its
+counters begin anew; naive subtraction then gives negative drafts or an acceptance of 110 %, so
+everything is differenced per engine, a reset is noticed once for all counters of that engine, and
+its after-values stand for what it did since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import aiohttp
+from prometheus_client.parser import text_string_to_metric_families
+
+from speccheck.client import api_url
+from speccheck.errors import EngineError
+
+Series = tuple[str, tuple[tuple[str, str], ...]]
+"""Sample name and labels sorted by name."""
+
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
+ACCEPTED_TOKENS = "vllm:spec_decode_num_accepted_tokens_total"
+ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+GENERATION_TOKENS = "vllm:generation_tokens_total"
+RUNNING = "vllm:num_requests_running"
+WAITING = "vllm:num_requests_waiting"
+
+WATCHED = (
+    DRAFTS,
+    DRAFT_TOKENS,
+    ACCEPTED_TOKENS,
+    ACCEPTED_PER_POSITION,
+    GENERATION_TOKENS,
+    RUNNING,
+    WAITING,
+    "vllm:prompt_tokens_total",
+    "vllm:kv_cache_usage_perc",
+    "vllm:num_preemptions_total",
+    "vllm:prefix_cache_queries_total",
+    "vllm:prefix_cache_hits_total",
+    "vllm:request_success_total",
+)
+"""What a background sampler keeps: a whole page takes long enough to parse to delay chunks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """One scrape: values by series. `taken_ns` is on the receipts' monotonic clock."""
+
+    taken_ns: int
+    samples: Mapping[Series, float]
+
+    def total(self, name: str) -> float | None:
+        """Sum over all labels and engines, or None where no such series is there."""
+        values = [value for (series, _), value in self.samples.items() if series == name]
+        return math.fsum(values) if values else None
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """Sums by the value of one label; empty where no such series is there."""
+        return _by_label(self.samples, name, label)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What counters did between two scrapes. Never negative.
+
+    `values` holds every counter series of the later scrape (histogram buckets, sums and counts
+    too). `resets` names the engines that restarted in between; their values count from the
+    restart, so that what they did before it is lost: the difference is a lower bound there.
+    """
+
+    seconds: float
+    values: Mapping[Series, float]
+    resets: tuple[str, ...]
+
+    def total(self, name: str) -> float | None:
+        """Sum over engines, or None where no such counter is there: absent is not 0."""
+        values = [value for (series, _), value in self.values.items() if series == name]
+        return math.fsum(values) if values else None
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """Sums over engines by the value of one label (position, le, finished_reason)."""
+        return _by_label(self.values, name, label)
+
+
+@dataclass(frozen=True, slots=True)
+class SpecCounters:
+    """Speculation between two scrapes, over all engines. None where the server has no series.
+
+    The acceptance rate is accepted_tokens / draft_tokens and the mean acceptance length
+    1 + accepted_tokens / drafts; both are left to whoever has an interval to go with them.
+    `accepted_per_position[i]` counts verify steps that accepted position i.
+    """
+
+    drafts: int | None
+    draft_tokens: int | None
+    accepted_tokens: int | None
+    accepted_per_position: tuple[int, ...] | None
+    generation_tokens: int | None
+    resets: tuple[str, ...]
+
+
+# --- scraping -----------------------------------------------------------------------------------
+
+
+def parse_metrics(text: str, taken_ns: int, names: Collection[str] | None = None) -> Snapshot:
+    """A page in Prometheus text format as a snapshot; of `names` only, where given.
+
+    NaN samples (an unset summary) are left out: absent.
+
+    Raises:
+        EngineError: for text in another format.
+    """
+    if names is not None:
+        wanted = set(names)
+        lines = (line for line in text.splitlines() if line and line[0] != "#")
+        kept = (line for line in lines if line.partition("{")[0].split(" ", 1)[0] in wanted)
+        text = "\n".join(kept) + "\n"
+    samples: dict[Series, float] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if not math.isnan(sample.value):
+                    series = (sample.name, tuple(sorted(sample.labels.items())))
+                    samples[series] = float(sample.value)
+    except (ValueError, KeyError, IndexError) as error:
+        raise EngineError(f"/metrics is not in Prometheus text format: {error}") from error
+    return Snapshot(taken_ns, samples)
+
+
+async def scrape(
+    session: aiohttp.ClientSession,
+    base_url: str,
+    *,
+    now_ns: Callable[[], int],
+    names: Collection[str] | None = None,
+    timeout_s: float = 5.0,
+    api_key: str | None = None,
+) -> Snapshot:
+    """Read a server's /metrics once.
+
+    Raises:
+        EngineError: where it does not answer in time, or with something else.
+    """
+    url = api_url(base_url, "/metrics")
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with asyncio.timeout(timeout_s), session.get(url, headers=headers) as response:
+            taken_ns = now_ns()
+            if response.status != 200:
+                raise EngineError(f"{url}: HTTP {response.status}; is /metrics turned on?")
+            text = await response.text("utf-8", "replace")
+    except TimeoutError:
+        raise EngineError(f"{url}: no answer within {timeout_s:g} s") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise EngineError(f"{url}: {error or type(error).__name__}") from error
+    return parse_metrics(text, taken_ns, names)
+
+
+async def sample(
+    session: aiohttp.ClientSession,
+    base_url: str,
+    *,
+    now_ns: Callable[[], int],
+    interval_s: float,
+    on_sample: Callable[[Snapshot], None],
+    on_failure: Callable[[EngineError], None],
+    names: Collection[str] = WATCHED,
+    timeout_s: float = 5.0,
+    api_key: str | None = None,
+) -> NoReturn:
+    """Scrape every `interval_s` until cancelled. A failed scrape is reported and the next one
+    tried: whoever judges decides what a hole in the data means.
+    """
+    while True:
+        try:
+            snapshot = await scrape(
+                session,
+                base_url,
+                now_ns=now_ns,
+                names=names,
+                timeout_s=timeout_s,
+                api_key=api_key,
+            )
+        except EngineError as error:
+            on_failure(error)
+        else:
+            on_sample(snapshot)
+        await asyncio.sleep(interval_s)
+
+
+# --- differences --------------------------------------------------------------------------------
+
+
+def difference(before: Snapshot, after: Snapshot) -> Difference:
+    """What each counter did from `before` to `after`, per engine, with restarts seen.
+
+    An engine has restarted where any of its counters went down or its `_created` times rose: then
+    *all* its counters use their after-values, since one that grew fast may have passed its old
+    value again. Counters that are new in `after` count from 0. Gauges are no part of this.
+    """
+    restarted: set[str] = set()
+    for series, value in after.samples.items():
+        earlier = before.samples.get(series)
+        if earlier is None:
+            continue
+        name = series[0]
+        went_down = _is_counter(name) and value < earlier
+        was_recreated = name.endswith("_created") and value > earlier
+        if went_down or was_recreated:
+            restarted.add(_engine(series))
+    values = {
+        series: value if _engine(series) in restarted else value - before.samples.get(series, 0.0)
+        for series, value in after.samples.items()
+        if _is_counter(series[0])
+    }
+    seconds = (after.taken_ns - before.taken_ns) / 1e9
+    return Difference(seconds, values, tuple(sorted(restarted)))
+
+
+def spec_counters(change: Difference) -> SpecCounters:
+    """The speculation counters of a difference, summed over engines."""
+    positions = change.by_label(ACCEPTED_PER_POSITION, "position")
+    per_position = None
+    if positions:
+        last = max(int(position) for position in positions)
+        per_position = tuple(round(positions.get(str(i), 0.0)) for i in range(last + 1))
+    return SpecCounters(
+        drafts=_whole(change.total(DRAFTS)),
+        draft_tokens=_whole(change.total(DRAFT_TOKENS)),
+        accepted_tokens=_whole(change.total(ACCEPTED_TOKENS)),
+        accepted_per_position=per_position,
+        generation_tokens=_whole(change.total(GENERATION_TOKENS)),
+        resets=change.resets,
+    )
+
+
+def stalled_for_s(snapshots: Sequence[Snapshot]) -> float | None:
+    """How long, up to the last snapshot, requests have been running without one token coming.
+
+    Seconds; 0 where tokens flow or nothing runs; None where that cannot be told (no snapshots, or
+    a server without these series). A health check does not see this: a hung engine still
+    answers 200.
+    """
+    stalled_s: float | None = None
+    for earlier, later in itertools.pairwise(snapshots):
+        tokens = difference(earlier, later).total(GENERATION_TOKENS)
+        running = (earlier.total(RUNNING), later.total(RUNNING))
+        if tokens is None or running[0] is None or running[1] is None:
+            stalled_s = None
+        elif tokens == 0 and running[0] > 0 and running[1] > 0:
+            stalled_s = (stalled_s or 0.0) + (later.taken_ns - earlier.taken_ns) / 1e9
+        else:
+            stalled_s = 0.0
+    return stalled_s
+
+
+def _is_counter(name: str) -> bool:
+    """By the format's own naming; gauges and `_created` times are none."""
+    return name.endswith(("_total", "_count", "_bucket", "_sum"))
+
+
+def _engine(series: Series) -> str:
+    """The engine (data-parallel rank) a series belongs to; empty where it has no such label."""
+    return next((value for label, value in series[1] if label == "engine"), "")
+
+
+def _by_label(samples: Mapping[Series, float], name: str, label: str) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    for (series, labels), value in samples.items():
+        key = dict(labels).get(label)
+        if series == name and key is not None:
+            sums[key] = sums.get(key, 0.0) + value
+    return sums
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
