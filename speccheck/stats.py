@@ -178,20 +178,22 @@ def bootstrap_quantile_ratios(
     `target[i]` and `speculative[i]` are one pair (same prompt, same load), any positive unit.
     With `blocks` (one id per pair) whole blocks are resampled, for requests that are correlated in
     time. Quantiles are inverse empirical CDFs, so a draw is a weight per pair and a cumulative sum.
-    n counts pairs, or blocks where blocks are given.
+    n counts pairs either way; the method says how many blocks.
 
     Raises:
         ValueError: arrays of different length.
     """
-    method = f"{'block' if blocks is not None else 'paired'} bootstrap, {draws} draws"
+    method = f"paired bootstrap, {draws} draws"
     if np.size(target) != np.size(speculative):
         raise ValueError("paired arrays of different length: pair by id first")
     n = np.size(target)
     unit = np.arange(n) if blocks is None else np.unique(np.asarray(blocks), return_inverse=True)[1]
     units = int(unit.max()) + 1 if n else 0
+    if blocks is not None:
+        method = f"block bootstrap over {units} blocks, {draws} draws"
     data = _finite(target, speculative)
     if data is None or units < 2 or min(data[0].min(), data[1].min()) <= 0:
-        return RatioDraws(units, method, {}, {})
+        return RatioDraws(n, method, {}, {})
     orders = [np.argsort(arm, kind="stable") for arm in data]
     rows_at_once = max(1, _CHUNK // n)
     logs: list[Floats] = []
@@ -207,7 +209,7 @@ def bootstrap_quantile_ratios(
         logs.append(np.log(arms[1] / arms[0]))
     drawn = np.sort(np.concatenate(logs), axis=0)
     return RatioDraws(
-        units,
+        n,
         method,
         {p: math.log(quantile(data[1], p) / quantile(data[0], p)) for p in quantiles},
         {p: drawn[:, j] for j, p in enumerate(quantiles)},
@@ -260,7 +262,7 @@ def geometric_mean_ratio(
     """Geometric mean of speculative/target over pairs, t-interval on the log ratios.
 
     With `blocks` (one id per pair) the standard error is clustered by block and the degrees of
-    freedom are blocks - 1. n counts pairs, or blocks.
+    freedom are blocks - 1. n counts pairs either way; the method says how many blocks.
 
     Raises:
         ValueError: arrays of different length.
@@ -275,13 +277,35 @@ def geometric_mean_ratio(
     if blocks is None:
         totals, sizes = logs, np.ones_like(logs)
     else:
-        method += " clustered by block"
         unit = np.unique(np.asarray(blocks), return_inverse=True)[1]
         totals, sizes = np.bincount(unit, logs), np.bincount(unit).astype(float)
+        method += f" clustered by {sizes.size} blocks"
     log = clustered_ratio(totals, sizes, alpha=alpha)
     return Estimate(
-        math.exp(log.value), math.exp(log.low), _exp(log.high), log.n, method, log.alpha
+        math.exp(log.value), math.exp(log.low), _exp(log.high), logs.size, method, log.alpha
     )
+
+
+def unpaired_mean_ratio(
+    target: npt.ArrayLike, speculative: npt.ArrayLike, *, alpha: float
+) -> Estimate:
+    """Ratio of geometric means of two independent samples, Welch's t-interval on the logs.
+
+    For a canary, in which each request runs on one arm only. n is the smaller arm's.
+    """
+    method = "ratio of geometric means, unpaired, Welch t-interval"
+    n = min(np.size(target), np.size(speculative))
+    data = _finite(target, speculative)
+    if data is None or n < 2 or min(data[0].min(), data[1].min()) <= 0:
+        return unknown(method, n=n, alpha=alpha)
+    t, s = np.log(data[0]), np.log(data[1])
+    parts = [float(x.var(ddof=1)) / x.size for x in (t, s)]
+    value, variance = float(s.mean() - t.mean()), sum(parts)
+    if variance == 0:
+        return Estimate(math.exp(value), math.exp(value), math.exp(value), n, method, alpha)
+    df = variance**2 / sum(part**2 / (x.size - 1) for part, x in zip(parts, (t, s), strict=True))
+    reach = float(sp.t.isf(alpha, df)) * math.sqrt(variance)
+    return Estimate(math.exp(value), math.exp(value - reach), _exp(value + reach), n, method, alpha)
 
 
 def _exp(x: float) -> float:
