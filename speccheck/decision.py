@@ -1,0 +1,252 @@
+"""From findings to one decision per route, and the same decision in every form. Pure.
+
+promote: every counted rule passed and speculation pays. fall_back: a rule failed. hold: nothing
+broke, but it does not pay, or the evidence that was planned is used up and does not suffice.
+inconclusive: more evidence is needed, or something could not be measured. The exit code, the JUnit
+report and the Markdown summary are derived from the same decisions, so they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+from xml.etree import ElementTree as ET
+
+from speccheck.errors import ExitCode
+from speccheck.guardrails import RULES
+from speccheck.records import Action, Decision, Finding, Stage, Verdict, worst
+
+Budget = Literal["open", "spent"]
+
+RUN_IS_VALID = "run_is_valid"
+WORKLOAD_IS_REPRESENTATIVE = "workload_is_representative"
+"""Findings about the run itself, beside those of the rules."""
+
+
+def decide(
+    route: str,
+    stage: Stage,
+    findings: Sequence[Finding],
+    *,
+    k: int | None = None,
+    invalid: str = "",
+    unrepresentative: str = "",
+    budget: Budget = "open",
+) -> Decision:
+    """Decide one route from its findings.
+
+    `invalid` says why the run itself cannot be judged (our client was late, the arms differ in more
+    than speculation); it overrules everything. `unrepresentative` says why the workload is not the
+    route's own (random token ids): rules about speed and acceptance then decide nothing, rules
+    about correct output still do. Both are added to the findings. `budget` "spent" means that no
+    more requests are planned: what is still open is then held rather than asked for.
+    """
+    mine = tuple(f for f in findings if f.route == route)
+    for rule, verdict, text in (
+        (RUN_IS_VALID, Verdict.ERROR, invalid),
+        (WORKLOAD_IS_REPRESENTATIVE, Verdict.INCONCLUSIVE, unrepresentative),
+    ):
+        if text:
+            mine += (Finding(rule, verdict, route, "", stage, None, None, "", text),)
+    counted = [f for f in mine if f.counted]
+    of = {v: [f for f in counted if f.verdict is v] for v in Verdict}
+
+    def decided(action: Action, reason: str, scope: str = "") -> Decision:
+        return Decision(
+            route, action, stage, reason, mine, k if action is Action.PROMOTE else None, scope
+        )
+
+    if invalid or not counted:
+        return decided(Action.INCONCLUSIVE, f"could not judge: {invalid or 'no rule was judged'}")
+    failed = [
+        f
+        for f in of[Verdict.FAIL]
+        if not _only_pays(f) and (not unrepresentative or _holds_anywhere(f))
+    ]
+    if failed:
+        return decided(Action.FALL_BACK, _reasons(failed), _scope(failed, counted))
+    if unrepresentative:
+        what = "could not judge" if of[Verdict.ERROR] else "not decisive"
+        return decided(
+            Action.INCONCLUSIVE,
+            f"{what}: {unrepresentative}; run it on a sample of the route's own traffic",
+        )
+    if of[Verdict.FAIL]:
+        return decided(Action.HOLD, f"it does not pay: {_reasons(of[Verdict.FAIL])}")
+    if of[Verdict.ERROR]:
+        return decided(Action.INCONCLUSIVE, f"could not judge: {_reasons(of[Verdict.ERROR])}")
+    undecided = of[Verdict.INCONCLUSIVE]
+    if undecided and budget == "spent":
+        return decided(Action.HOLD, f"the planned evidence does not suffice: {_reasons(undecided)}")
+    if undecided:
+        more = max((f.needed for f in undecided if f.needed), default=None)
+        ask = f"about {more} more requests are needed" if more else "more evidence is needed"
+        return decided(Action.INCONCLUSIVE, f"{ask}: {_reasons(undecided)}")
+    rules = f"all {len(counted)} findings pass" if len(counted) > 1 else "the one finding passes"
+    return decided(Action.PROMOTE, f"{rules}: {_reasons(counted, most=2)}")
+
+
+def _only_pays(finding: Finding) -> bool:
+    return finding.rule in RULES and RULES[finding.rule].pays
+
+
+def _holds_anywhere(finding: Finding) -> bool:
+    return finding.rule in RULES and RULES[finding.rule].any_workload
+
+
+def _reasons(findings: Sequence[Finding], *, most: int = 3) -> str:
+    """The findings' own sentences, the whole route's before its slices'."""
+    ordered = sorted(findings, key=lambda f: f.cohort != "")
+    texts = [f"{f.why} ({f.cohort})" if f.cohort else f.why for f in ordered[:most]]
+    if len(ordered) > most:
+        texts.append(f"and {len(ordered) - most} more")
+    return "; ".join(texts)
+
+
+def _scope(failed: Sequence[Finding], decisive: Sequence[Finding]) -> str:
+    """Which slices failed and which passed every rule: what an eligibility policy could allow."""
+    bad = {f.cohort for f in failed}
+    if "" in bad or not bad:
+        return ""
+    slices = {f.cohort for f in decisive if f.cohort}
+    good = sorted(
+        c for c in slices - bad if all(f.verdict is Verdict.PASS for f in decisive if f.cohort == c)
+    )
+    text = f"fails at {', '.join(sorted(bad))}"
+    if good:
+        text += f"; passes at {', '.join(good)}: limit the eligibility policy to that and run again"
+    return text
+
+
+# --- one decision, many forms -------------------------------------------------------------------
+
+
+def verdict_of(decision: Decision) -> Verdict:
+    """The decision as a verdict: promote passes, hold and fall back fail.
+
+    An inconclusive decision is an error where something could not be judged, else inconclusive.
+    """
+    if decision.action is Action.PROMOTE:
+        return Verdict.PASS
+    if decision.action in (Action.HOLD, Action.FALL_BACK):
+        return Verdict.FAIL
+    counted = [f.verdict for f in decision.findings if f.counted]
+    return Verdict.ERROR if Verdict.ERROR in counted or not counted else Verdict.INCONCLUSIVE
+
+
+def exit_code(decisions: Sequence[Decision]) -> ExitCode:
+    """Worst decision to exit code; no decision at all could not be judged."""
+    return {
+        Verdict.PASS: ExitCode.PASS,
+        Verdict.INCONCLUSIVE: ExitCode.INCONCLUSIVE,
+        Verdict.ERROR: ExitCode.COULD_NOT_JUDGE,
+        Verdict.FAIL: ExitCode.JUDGED_BAD,
+    }[worst(verdict_of(d) for d in decisions)]
+
+
+def junit(decisions: Sequence[Decision]) -> str:
+    """JUnit XML: one suite per route, one case per counted finding, and one for the decision.
+
+    A failed rule is a failure. What could not be judged, and what is inconclusive, is an error (of
+    type could_not_judge or inconclusive): a pipeline must not go green on missing evidence. Rules
+    in dry run are skipped cases. The decision's own case carries the verdict of the route, so that
+    the report is red exactly if the exit code is not 0.
+    """
+    root = ET.Element("testsuites", name="speccheck")
+    for d in decisions:
+        suite = ET.SubElement(root, "testsuite", name=_xml(f"{d.route} ({d.stage})"))
+        failures = errors = skipped = 0
+        cases = [("decision", verdict_of(d), f"{d.action}: {d.reason}", True)]
+        cases += [
+            (f"{f.rule} [{f.cohort}]" if f.cohort else f.rule, f.verdict, f.why, f.counted)
+            for f in d.findings
+        ]
+        for name, verdict, text, counted in cases:
+            case = ET.SubElement(
+                suite, "testcase", classname=_xml(f"speccheck.{d.stage}.{d.route}"), name=_xml(name)
+            )
+            if not counted:
+                ET.SubElement(case, "skipped", message=_xml(f"not counted: {text}"))
+                skipped += 1
+            elif verdict is Verdict.FAIL:
+                ET.SubElement(case, "failure", type="fail", message=_xml(text))
+                failures += 1
+            elif verdict is not Verdict.PASS:
+                kind = "could_not_judge" if verdict is Verdict.ERROR else "inconclusive"
+                ET.SubElement(case, "error", type=kind, message=_xml(text))
+                errors += 1
+        for key, number in (
+            ("tests", len(cases)),
+            ("failures", failures),
+            ("errors", errors),
+            ("skipped", skipped),
+        ):
+            suite.set(key, str(number))
+    if not decisions:
+        suite = ET.SubElement(root, "testsuite", name="speccheck", tests="1", errors="1")
+        case = ET.SubElement(suite, "testcase", classname="speccheck", name="decision")
+        ET.SubElement(case, "error", type="could_not_judge", message="nothing was decided")
+    ET.indent(root)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _xml(text: str) -> str:
+    """Characters that XML 1.0 cannot hold, written as escapes."""
+    return "".join(
+        c
+        if c in "\t\n\r" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" or c > "\uffff"
+        else repr(c)[1:-1]
+        for c in text
+    )
+
+
+_ACTION_WORDS = {
+    Action.PROMOTE: "promote",
+    Action.HOLD: "hold",
+    Action.FALL_BACK: "fall back",
+    Action.INCONCLUSIVE: "inconclusive",
+}
+
+
+def summary_markdown(decisions: Sequence[Decision]) -> str:
+    """A short summary for a pipeline's step summary: a table of routes, then what did not pass."""
+    code = exit_code(decisions)
+    lines = [
+        "## speccheck",
+        "",
+        f"Exit code {int(code)}: {code.meaning}.",
+        "",
+        "| route | stage | decision | why |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {_cell(d.route)} | {d.stage} | **{_ACTION_WORDS[d.action]}** | {_cell(d.reason)} |"
+        for d in decisions
+    ]
+    if not decisions:
+        lines.append("| - | - | **nothing was decided** | - |")
+    open_findings = [(d, f) for d in decisions for f in d.findings if f.verdict is not Verdict.PASS]
+    if open_findings:
+        lines += ["", "| route | rule | slice | verdict | finding |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {_cell(d.route)} | `{f.rule}` | {_cell(f.cohort) or 'all'} |"
+            f" {f.verdict.word}{'' if f.counted else ' (not counted)'} | {_cell(f.why)} |"
+            for d, f in open_findings
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(text: str) -> str:
+    """Text inside a Markdown table cell: foreign characters can neither end it nor become HTML."""
+    for raw, safe in (
+        ("&", "&amp;"),
+        ("<", "&lt;"),
+        (">", "&gt;"),
+        ("|", "\\|"),
+        ("`", "\\`"),
+        ("[", "\\["),
+        ("\r", " "),
+        ("\n", " "),
+    ):
+        text = text.replace(raw, safe)
+    return text

@@ -1,0 +1,560 @@
+"""Guardrail rules: measurements in, findings out. Pure.
+
+The interval decides. Wholly inside the limit passes, wholly outside fails, anything else is
+inconclusive, and so is a sample under the rule's minimum. What was not measured is an error, never
+a pass. Passing is judged per cohort at 5 % without correction, since all must pass (an
+intersection-union test); failing is judged at 1 % over all rules and cohorts together (Holm), since
+one is enough. Counts of confirmed cases are exact: they are compared as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from speccheck import stats
+from speccheck.errors import UsageError
+from speccheck.records import Estimate, Finding, Measurement, Stage, Verdict
+
+ALPHA_FAIL = 0.01
+"""Level of failing, over all rules and cohorts of one judgement together."""
+
+SMALL_SHARE = 0.1
+"""A cohort with a smaller share of the route's requests need not pass; it must not fail."""
+
+Kind = Literal["regression", "rate", "share", "tokens", "count", "speedup"]
+
+_LIVE = (Stage.SHADOW, Stage.CANARY)
+_ALL = (Stage.REPLAY, Stage.SHADOW, Stage.CANARY)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One guardrail: which metric, on which side of the limit, from how many requests, and why.
+
+    `direction` max: the metric must not exceed the limit; min: it must reach it. A regression limit
+    is a share on top of target-only (0.10 allows a ratio of 1.10). `min_n` is needed to pass,
+    `min_n_fail` to fail. A rule is judged in its `stages` only.
+    """
+
+    name: str
+    metric: str
+    direction: Literal["max", "min"]
+    kind: Kind
+    subject: str
+    """The metric in words, for sentences."""
+    stages: tuple[Stage, ...]
+    min_n: int
+    min_n_fail: int
+    meaning: str
+    """One sentence for the reference table."""
+    pays: bool = False
+    """Failing it means that speculation does not pay, not that something broke."""
+    any_workload: bool = False
+    """It holds on any prompts, random ones included: a wrong output is wrong everywhere."""
+
+    def metric_limit(self, limit: float) -> float:
+        """The configured limit in the metric's own unit."""
+        if self.kind == "regression":
+            return 1 + limit
+        if self.kind == "speedup":
+            return 1 / limit if limit > 0 else math.inf
+        return limit
+
+    @property
+    def unit(self) -> str:
+        """Unit of estimate and limit in a finding."""
+        return {"regression": "ratio", "speedup": "ratio", "rate": "share"}.get(
+            self.kind, "count" if self.kind == "count" else self.kind
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RuleLimit:
+    """What a user set for one rule: the limit as configured, perhaps a minimum n, a dry run."""
+
+    limit: float
+    min_n: int | None = None
+    counted: bool = True
+
+
+def _slower(name: str, metric: str, subject: str, pairs: int, meaning: str) -> Rule:
+    return Rule(name, metric, "max", "regression", subject, _LIVE, pairs, pairs, meaning)
+
+
+RULES: dict[str, Rule] = {
+    rule.name: rule
+    for rule in (
+        Rule(
+            "min_acceptance_rate",
+            "acceptance_rate",
+            "min",
+            "rate",
+            "acceptance",
+            _ALL,
+            60,
+            30,
+            "Accepted over drafted tokens, pooled: the draft still matches this traffic. Depends on"
+            " the proposal length, so set the two together.",
+        ),
+        Rule(
+            "max_acceptance_rate",
+            "acceptance_rate",
+            "max",
+            "rate",
+            "acceptance",
+            _ALL,
+            60,
+            30,
+            "Acceptance too high while answers run to the length limit: a repetition loop.",
+        ),
+        Rule(
+            "min_mean_acceptance_length",
+            "mean_acceptance_length",
+            "min",
+            "tokens",
+            "mean acceptance length",
+            _ALL,
+            60,
+            30,
+            "Tokens per verify step, the bonus token included.",
+        ),
+        _slower(
+            "max_tpot_p50_regression",
+            "tpot_p50_ratio",
+            "TPOT p50",
+            30,
+            "Median time per output token against target-only.",
+        ),
+        _slower(
+            "max_tpot_p95_regression",
+            "tpot_p95_ratio",
+            "TPOT p95",
+            100,
+            "95th percentile of time per output token against target-only, at each load.",
+        ),
+        _slower(
+            "max_e2e_p50_regression",
+            "e2e_p50_ratio",
+            "e2e p50",
+            30,
+            "Median request time against target-only.",
+        ),
+        _slower(
+            "max_e2e_p95_regression",
+            "e2e_p95_ratio",
+            "e2e p95",
+            100,
+            "95th percentile of request time against target-only.",
+        ),
+        _slower(
+            "max_e2e_p99_regression",
+            "e2e_p99_ratio",
+            "e2e p99",
+            1000,
+            "99th percentile of request time against target-only; needs many requests.",
+        ),
+        _slower(
+            "max_ttft_p50_regression",
+            "ttft_p50_ratio",
+            "TTFT p50",
+            30,
+            "Median time to first token against target-only.",
+        ),
+        _slower(
+            "max_ttft_p95_regression",
+            "ttft_p95_ratio",
+            "TTFT p95",
+            100,
+            "95th percentile of time to first token against target-only.",
+        ),
+        _slower(
+            "max_queue_age_p95_regression",
+            "queue_age_p95_ratio",
+            "queue age p95",
+            100,
+            "95th percentile of the time from schedule to first token: waiting in queues included.",
+        ),
+        Rule(
+            "max_error_rate",
+            "error_rate",
+            "max",
+            "share",
+            "error rate",
+            _ALL,
+            30,
+            1,
+            "Requests of the speculative arm that failed: timeouts, server errors, broken streams,"
+            " no finish reason. Refused parameters are counted by max_unsupported_requests.",
+            any_workload=True,
+        ),
+        Rule(
+            "max_unsupported_requests",
+            "unsupported_requests",
+            "max",
+            "count",
+            "refused requests",
+            _ALL,
+            1,
+            1,
+            "Requests that the speculative arm refuses for what they ask. Judged with limit 0"
+            " wherever max_error_rate is.",
+            any_workload=True,
+        ),
+        Rule(
+            "max_quality_regression_cases",
+            "quality_regression_cases",
+            "max",
+            "count",
+            "confirmed quality regressions",
+            (Stage.REPLAY,),
+            30,
+            1,
+            "Prompts that target-only passes each time and the speculative arm fails each time.",
+            any_workload=True,
+        ),
+        Rule(
+            "max_lossless_violations",
+            "lossless_violations",
+            "max",
+            "count",
+            "lossless violations",
+            (Stage.REPLAY,),
+            3000,
+            1,
+            "Greedy divergences at tokens where the target is sure beyond its own noise.",
+            any_workload=True,
+        ),
+        Rule(
+            "min_structured_output_validity",
+            "structured_output_validity",
+            "min",
+            "share",
+            "valid structured output",
+            (Stage.REPLAY,),
+            30,
+            10,
+            "Share of structured answers of the speculative arm that parse and meet the schema.",
+            any_workload=True,
+        ),
+        Rule(
+            "max_protected_delay",
+            "protected_e2e_ratio",
+            "max",
+            "regression",
+            "protected traffic's e2e",
+            (Stage.SHADOW,),
+            8,
+            4,
+            "Protected traffic beside speculative work against without, in alternating blocks.",
+        ),
+        Rule(
+            "max_fallback_rate",
+            "fallback_rate",
+            "max",
+            "share",
+            "fallback rate",
+            (Stage.CANARY,),
+            30,
+            30,
+            "Requests that fell back to target-only.",
+        ),
+        Rule(
+            "min_speedup",
+            "e2e_mean_ratio",
+            "max",
+            "speedup",
+            "e2e speed-up",
+            _LIVE,
+            30,
+            30,
+            "Mean speed-up of whole requests. Failing it means that speculation does not pay here."
+            " Judged with limit 1 in shadow where it is not set.",
+            pays=True,
+        ),
+    )
+}
+"""Every rule, by name."""
+
+
+def judge(
+    rules: Mapping[str, RuleLimit],
+    measurements: Sequence[Measurement],
+    *,
+    stage: Stage,
+    route: str,
+    noise_floors: Mapping[str, Estimate] | None = None,
+    alpha_fail: float = ALPHA_FAIL,
+    small_share: float = SMALL_SHARE,
+) -> tuple[Finding, ...]:
+    """Judge one route in one stage: a finding per rule and cohort, worst first.
+
+    Rules that belong to other stages are left out. `noise_floors` are A/A ratios by metric: where
+    target-only differs from itself by more than half of what a regression rule allows, the rule is
+    decided only by effects that exceed the limit (or stay inside it) by more than that noise.
+
+    Raises:
+        UsageError: a rule that does not exist.
+    """
+    for name in rules:
+        if name not in RULES:
+            raise UsageError(f"no rule is called {name!r}; known: {', '.join(sorted(RULES))}")
+    asked = [
+        (RULES[name], limit)
+        for name, limit in _with_implied(rules, stage).items()
+        if stage in RULES[name].stages
+    ]
+    mine = [m for m in measurements if m.route == route and m.stage == stage]
+    jobs = [(rule, limit, m) for rule, limit in asked for m in mine if m.metric == rule.metric]
+    floors = noise_floors or {}
+    adjusted = stats.holm(
+        [
+            _fail_p(m, rule, rule.metric_limit(limit.limit), floors.get(rule.metric))
+            for rule, limit, m in jobs
+        ]
+    )
+    findings = [
+        _finding(
+            rule,
+            limit,
+            m,
+            p_fail=p,
+            floor=floors.get(rule.metric),
+            alpha_fail=alpha_fail,
+            small_share=small_share,
+            mine=mine,
+        )
+        for (rule, limit, m), p in zip(jobs, adjusted, strict=True)
+    ]
+    measured = {rule.name for rule, _, _ in jobs}
+    findings += [
+        Finding(
+            rule.name,
+            Verdict.ERROR,
+            route,
+            "",
+            stage,
+            None,
+            rule.metric_limit(limit.limit),
+            rule.unit,
+            f"{rule.subject} was not measured in this stage, so the rule cannot be judged",
+            counted=limit.counted,
+        )
+        for rule, limit in asked
+        if rule.name not in measured
+    ]
+    return tuple(sorted(findings, key=lambda f: (-f.verdict, f.cohort != "", f.rule, f.cohort)))
+
+
+def _with_implied(rules: Mapping[str, RuleLimit], stage: Stage) -> dict[str, RuleLimit]:
+    """What is judged though not set: refusals beside errors, and in shadow whether it pays."""
+    implied = dict(rules)
+    if "max_error_rate" in rules and "max_unsupported_requests" not in rules:
+        implied["max_unsupported_requests"] = RuleLimit(0, counted=rules["max_error_rate"].counted)
+    if stage == Stage.SHADOW and rules and "min_speedup" not in rules:
+        implied["min_speedup"] = RuleLimit(1.0)
+    return implied
+
+
+# --- one finding --------------------------------------------------------------------------------
+
+
+def _outside(rule: Rule, e: Estimate, limit: float) -> bool:
+    return e.low > limit if rule.direction == "max" else e.high < limit
+
+
+def _inside(rule: Rule, e: Estimate, limit: float) -> bool:
+    return e.high <= limit if rule.direction == "max" else e.low >= limit
+
+
+def _fail_p(m: Measurement, rule: Rule, limit: float, floor: Estimate | None) -> float:
+    """Smallest level at which the metric is beyond its limit: an upper bound of the p-value.
+
+    Exact counts have no chance in them: 0 if beyond.
+    """
+    if m.estimate is None or not m.estimate.is_known:
+        return 1.0
+    if rule.kind == "count":
+        return 0.0 if _outside(rule, m.estimate, limit) else 1.0
+    levels = [
+        e.alpha
+        for e in (m.estimate, *m.fail_estimates)
+        if e.is_known and _outside(rule, _widened(e, rule, limit, floor), limit)
+    ]
+    return min(levels, default=1.0)
+
+
+def _noise(rule: Rule, limit: float, floor: Estimate | None) -> float:
+    """Log noise of the A/A control if it is more than half of what the rule allows, else 0."""
+    if floor is None or rule.kind not in ("regression", "speedup") or not floor.is_known:
+        return 0.0
+    if floor.low <= 0 or math.isinf(floor.high):
+        return math.inf
+    noise = max(abs(math.log(floor.low)), abs(math.log(floor.high)))
+    allowed = abs(math.log(limit)) if rule.kind == "regression" else 0.0
+    return noise if noise > allowed / 2 else 0.0
+
+
+def _widened(e: Estimate, rule: Rule, limit: float, floor: Estimate | None) -> Estimate:
+    noise = _noise(rule, limit, floor)
+    if noise == 0:
+        return e
+    factor = math.exp(noise) if noise < 700 else math.inf
+    return Estimate(e.value, e.low / factor, e.high * factor, e.n, e.method, e.alpha)
+
+
+def _finding(
+    rule: Rule,
+    limit: RuleLimit,
+    m: Measurement,
+    *,
+    p_fail: float,
+    floor: Estimate | None,
+    alpha_fail: float,
+    small_share: float,
+    mine: Sequence[Measurement],
+) -> Finding:
+    bound = rule.metric_limit(limit.limit)
+    e = m.estimate
+    min_n = limit.min_n if limit.min_n is not None else rule.min_n
+    needed: int | None = None
+    if e is None or not e.is_known:
+        # A cohort without data beside a route that has some is thin, not broken.
+        verdict = Verdict.ERROR if not m.cohort else Verdict.INCONCLUSIVE
+        why = f"{rule.subject} could not be estimated: {m.note or 'no data'}"
+        needed = min_n if m.cohort else None
+    else:
+        figure = _figure(rule, e, bound)
+        # The limit of "none of n" at acceptance 0 holds at any n; the t-interval needs its minimum.
+        min_n_fail = 1 if rule.kind == "rate" and e.value == 0 else rule.min_n_fail
+        verdict, word = Verdict.INCONCLUSIVE, ""
+        if p_fail <= alpha_fail and e.n >= min_n_fail:
+            verdict, word = Verdict.FAIL, "breaks"
+        elif e.n < min_n:
+            word = f"is from n {e.n}, at least {min_n} needed, against"
+            needed = min_n - e.n
+        elif _inside(rule, _widened(e, rule, bound, floor), bound):
+            verdict, word = Verdict.PASS, "keeps"
+        else:
+            word = "does not decide"
+            needed = _needed(rule, e, bound)
+        why = f"{figure} {word} {_limit_text(rule, limit.limit)}"
+        if verdict is Verdict.INCONCLUSIVE and _noise(rule, bound, floor) > 0 and floor is not None:
+            why += (
+                f"; target-only against itself already shows {_change(floor.low)} to"
+                f" {_change(floor.high)} (noise floor)"
+            )
+        if rule.name == "max_acceptance_rate":
+            verdict, word = _loop_verdict(verdict, m, mine)
+            why += word
+        if m.note:
+            why += f" [{m.note}]"
+        if rule.metric == "acceptance_rate" and e.value == 0:
+            why += (
+                "; nothing at all is accepted: the draft or head does not belong to this target or"
+                " is loaded under the wrong method name"
+            )
+    counted = limit.counted
+    if m.cohort and m.share < small_share and verdict is not Verdict.FAIL:
+        counted = False
+        why += f"; a small slice ({m.share:.1%} of requests) need not pass, it must not fail"
+    return Finding(
+        rule.name,
+        verdict,
+        m.route,
+        m.cohort,
+        m.stage,
+        e,
+        bound,
+        rule.unit,
+        why,
+        needed if verdict is Verdict.INCONCLUSIVE else None,
+        counted,
+        m.examples,
+    )
+
+
+LOOP_SHARE = 0.05
+"""Share of answers at the length limit above which high acceptance looks like repetition."""
+
+
+def _loop_verdict(
+    verdict: Verdict, m: Measurement, mine: Sequence[Measurement]
+) -> tuple[Verdict, str]:
+    """High acceptance alone is good news; it is a loop if answers also run to the length limit."""
+    if verdict is not Verdict.FAIL:
+        return verdict, ""
+    beside = next(
+        (x for x in mine if (x.metric, x.cohort) == ("length_finish_rate", m.cohort)), None
+    )
+    if beside is None or beside.estimate is None or not beside.estimate.is_known:
+        return Verdict.INCONCLUSIVE, ", but how answers ended is not known"
+    rate = beside.estimate
+    if rate.low > LOOP_SHARE:
+        return Verdict.FAIL, f", and {beside.note}: repetition loops"
+    if rate.high < LOOP_SHARE:
+        return Verdict.PASS, f", but answers end by themselves ({beside.note})"
+    return Verdict.INCONCLUSIVE, f", and {beside.note}, which does not tell a loop"
+
+
+def _needed(rule: Rule, e: Estimate, limit: float) -> int | None:
+    if rule.kind == "count":
+        return None  # the open cases need reruns, not more requests
+    if rule.kind == "share":
+        if rule.direction == "max":
+            return stats.needed_for_share(round(e.value * e.n), e.n, limit, alpha=e.alpha)
+        failures = round((1 - e.value) * e.n)
+        return stats.needed_for_share(failures, e.n, 1 - limit, alpha=e.alpha)
+    return stats.needed_for_interval(e, limit)
+
+
+# --- sentences ----------------------------------------------------------------------------------
+
+
+def _change(ratio: float) -> str:
+    return f"{100 * (ratio - 1):+.3g}%" if math.isfinite(ratio) else "no bound"
+
+
+def _apart(value: float, limit: float, show: str) -> str:
+    """The value with enough digits that it does not read as the limit unless it is."""
+    digits = 3
+    while (
+        digits < 9 and value != limit and f"{value:.{digits}{show}}" == f"{limit:.{digits}{show}}"
+    ):
+        digits += 1
+    return f"{value:.{digits}{show}}"
+
+
+def _figure(rule: Rule, e: Estimate, limit: float) -> str:
+    """Subject, value, interval and n, in the unit that people speak of."""
+    if rule.kind == "count":
+        upper = f" (up to {e.high:g} with open ones)" if e.high > e.value else ""
+        return f"{e.value:g} {rule.subject}{upper} in {e.n}"
+    if rule.kind == "regression":
+        value = _apart(100 * (e.value - 1), 100 * (limit - 1), "g")
+        sign = "" if value.startswith("-") else "+"
+        return (
+            f"{rule.subject} {sign}{value}% ({_change(e.low)} to {_change(e.high)}, n {e.n})"
+            " against target-only"
+        )
+    if rule.kind == "speedup":
+        low, high = (1 / e.high if e.high else 0.0), (1 / e.low if e.low > 0 else math.inf)
+        value = _apart(1 / e.value, 1 / limit if limit else math.inf, "g")
+        return f"{rule.subject} {value} ({low:.3g} to {high:.3g}, n {e.n})"
+    if rule.kind == "share":
+        value = _apart(100 * e.value, 100 * limit, "g")
+        return f"{rule.subject} {value}% ({100 * e.low:.3g}% to {100 * e.high:.3g}%, n {e.n})"
+    return f"{rule.subject} {_apart(e.value, limit, 'g')} ({e.low:.3g} to {e.high:.3g}, n {e.n})"
+
+
+def _limit_text(rule: Rule, limit: float) -> str:
+    side = "at most" if rule.direction == "max" else "at least"
+    if rule.kind == "regression":
+        return f"the limit of {100 * limit:+g}%"
+    if rule.kind == "speedup":
+        return f"the limit of at least {limit:g}"
+    if rule.kind == "share":
+        return f"the limit of {side} {100 * limit:g}%"
+    return f"the limit of {side} {limit:g}"
