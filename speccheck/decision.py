@@ -72,7 +72,8 @@ def decide(
             f"{what}: {unrepresentative}; run it on a sample of the route's own traffic",
         )
     if of[Verdict.FAIL]:
-        return decided(Action.HOLD, f"it does not pay: {_reasons(of[Verdict.FAIL])}")
+        unpaid = of[Verdict.FAIL]
+        return decided(Action.HOLD, f"it does not pay: {_reasons(unpaid)}", _scope(unpaid, counted))
     if of[Verdict.ERROR]:
         return decided(Action.INCONCLUSIVE, f"could not judge: {_reasons(of[Verdict.ERROR])}")
     undecided = of[Verdict.INCONCLUSIVE]
@@ -83,7 +84,9 @@ def decide(
         ask = f"about {more} more requests are needed" if more else "more evidence is needed"
         return decided(Action.INCONCLUSIVE, f"{ask}: {_reasons(undecided)}")
     rules = f"all {len(counted)} findings pass" if len(counted) > 1 else "the one finding passes"
-    return decided(Action.PROMOTE, f"{rules}: {_reasons(counted, most=2)}")
+    slices = sorted({f.cohort for f in counted if f.cohort})
+    scope = f"measured at {', '.join(slices)}" if slices else ""
+    return decided(Action.PROMOTE, f"{rules}: {_reasons(counted, most=2)}", scope)
 
 
 def _only_pays(finding: Finding) -> bool:

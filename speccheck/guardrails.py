@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +53,9 @@ class Rule:
     """One sentence for the reference table."""
     pays: bool = False
     """Failing it means that speculation does not pay, not that something broke."""
+    slices: Literal["pass", "no_fail"] = "pass"
+    """Whether each slice of the route must pass too, or only must not fail. A rate near zero cannot
+    be certified slice by slice without hundreds of requests in each."""
     any_workload: bool = False
     """It holds on any prompts, random ones included: a wrong output is wrong everywhere."""
 
@@ -67,7 +71,7 @@ class Rule:
     def unit(self) -> str:
         """Unit of estimate and limit in a finding."""
         return {"regression": "ratio", "speedup": "ratio", "rate": "share"}.get(
-            self.kind, "count" if self.kind == "count" else self.kind
+            self.kind, self.kind
         )
 
 
@@ -188,6 +192,7 @@ RULES: dict[str, Rule] = {
             1,
             "Requests of the speculative arm that failed: timeouts, server errors, broken streams,"
             " no finish reason. Refused parameters are counted by max_unsupported_requests.",
+            slices="no_fail",
             any_workload=True,
         ),
         Rule(
@@ -201,6 +206,7 @@ RULES: dict[str, Rule] = {
             1,
             "Requests that the speculative arm refuses for what they ask. Judged with limit 0"
             " wherever max_error_rate is.",
+            slices="no_fail",
             any_workload=True,
         ),
         Rule(
@@ -213,6 +219,7 @@ RULES: dict[str, Rule] = {
             30,
             1,
             "Prompts that target-only passes each time and the speculative arm fails each time.",
+            slices="no_fail",
             any_workload=True,
         ),
         Rule(
@@ -237,6 +244,7 @@ RULES: dict[str, Rule] = {
             30,
             10,
             "Share of structured answers of the speculative arm that parse and meet the schema.",
+            slices="no_fail",
             any_workload=True,
         ),
         Rule(
@@ -260,6 +268,7 @@ RULES: dict[str, Rule] = {
             30,
             30,
             "Requests that fell back to target-only.",
+            slices="no_fail",
         ),
         Rule(
             "min_speedup",
@@ -307,7 +316,14 @@ def judge(
         if stage in RULES[name].stages
     ]
     mine = [m for m in measurements if m.route == route and m.stage == stage]
-    jobs = [(rule, limit, m) for rule, limit in asked for m in mine if m.metric == rule.metric]
+    known = {m.metric for m in mine if m.estimate is not None and m.estimate.is_known}
+    jobs = [
+        (rule, limit, m)
+        for rule, limit in asked
+        for m in mine
+        # A slice without a single case says no more than the whole route's count does.
+        if m.metric == rule.metric and not (rule.kind == "count" and m.cohort and _is_zero(m))
+    ]
     floors = noise_floors or {}
     adjusted = stats.holm(
         [
@@ -325,8 +341,15 @@ def judge(
             alpha_fail=alpha_fail,
             small_share=small_share,
             mine=mine,
+            known=known,
         )
         for (rule, limit, m), p in zip(jobs, adjusted, strict=True)
+    ]
+    # What need not pass slice by slice is shown for a slice only where it fails.
+    findings = [
+        f
+        for f in findings
+        if not f.cohort or f.verdict is Verdict.FAIL or RULES[f.rule].slices == "pass"
     ]
     measured = {rule.name for rule, _, _ in jobs}
     findings += [
@@ -356,6 +379,10 @@ def _with_implied(rules: Mapping[str, RuleLimit], stage: Stage) -> dict[str, Rul
     if stage == Stage.SHADOW and rules and "min_speedup" not in rules:
         implied["min_speedup"] = RuleLimit(1.0)
     return implied
+
+
+def _is_zero(m: Measurement) -> bool:
+    return m.estimate is not None and m.estimate.high == 0
 
 
 # --- one finding --------------------------------------------------------------------------------
@@ -415,30 +442,33 @@ def _finding(
     alpha_fail: float,
     small_share: float,
     mine: Sequence[Measurement],
+    known: AbstractSet[str],
 ) -> Finding:
     bound = rule.metric_limit(limit.limit)
     e = m.estimate
     min_n = limit.min_n if limit.min_n is not None else rule.min_n
     needed: int | None = None
     if e is None or not e.is_known:
-        # A cohort without data beside a route that has some is thin, not broken.
-        verdict = Verdict.ERROR if not m.cohort else Verdict.INCONCLUSIVE
+        # A slice without data beside others that have some is thin, not broken.
+        thin = m.cohort and m.metric in known
+        verdict = Verdict.INCONCLUSIVE if thin else Verdict.ERROR
         why = f"{rule.subject} could not be estimated: {m.note or 'no data'}"
-        needed = min_n if m.cohort else None
+        needed = min_n if thin else None
     else:
         figure = _figure(rule, e, bound)
         # The limit of "none of n" at acceptance 0 holds at any n; the t-interval needs its minimum.
         min_n_fail = 1 if rule.kind == "rate" and e.value == 0 else rule.min_n_fail
         verdict, word = Verdict.INCONCLUSIVE, ""
         if p_fail <= alpha_fail and e.n >= min_n_fail:
-            verdict, word = Verdict.FAIL, "breaks"
+            verdict = Verdict.FAIL
+            word = "is over" if rule.direction == "max" and not rule.pays else "is under"
         elif e.n < min_n:
-            word = f"is from n {e.n}, at least {min_n} needed, against"
+            word = f"is from fewer than {min_n}, too few to judge by"
             needed = min_n - e.n
         elif _inside(rule, _widened(e, rule, bound, floor), bound):
-            verdict, word = Verdict.PASS, "keeps"
+            verdict, word = Verdict.PASS, "is within"
         else:
-            word = "does not decide"
+            word = "is not clear of"
             needed = _needed(rule, e, bound)
         why = f"{figure} {word} {_limit_text(rule, limit.limit)}"
         if verdict is Verdict.INCONCLUSIVE and _noise(rule, bound, floor) > 0 and floor is not None:

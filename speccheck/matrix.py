@@ -184,22 +184,26 @@ def measure_route(
     rng: np.random.Generator,
     tpot_min_tokens: int = TPOT_MIN_TOKENS,
 ) -> list[Measurement]:
-    """Every metric that receipts of both arms can give, for the route, each load and prompt band.
+    """Every metric that receipts of both arms can give, for the route and for slices of it.
 
-    Cohorts are named "concurrency 16" and "prompt >=4096" and appear where there are two or more.
-    Protected traffic has its own metric (`measure_protected`) and is left out here.
+    Slices are named "concurrency 16", "prompt >=4096" and "temperature high" and appear where there
+    are two or more of a kind. Latencies at different loads are never pooled: with several loads
+    they are measured per load only. Protected traffic has its own metric (`measure_protected`).
 
     Metrics: acceptance_rate, mean_acceptance_length, draft_coverage; ttft, tpot, e2e and queue_age
     ratios at p50, p95, p99 (tpot_p95_ratio ...); e2e_mean_ratio; error_rate,
     error_rate_target_only, unsupported_requests; length_finish_rate; fallback_rate.
+
+    Outputs under `tpot_min_tokens` tokens, and pairs of unequal length, are left out of TPOT.
     """
     mine = [
         r
         for r in receipts
         if r.route == route and r.stage == stage and r.priority != "protected" and not r.warm_up
     ]
+    loads = sorted({r.concurrency for r in mine})
 
-    def cohort(name: str, here: Sequence[Receipt]) -> list[Measurement]:
+    def measure(name: str, here: Sequence[Receipt]) -> list[Measurement]:
         return _measure(
             here,
             cohort=name,
@@ -210,15 +214,15 @@ def measure_route(
             tpot_min_tokens=tpot_min_tokens,
         )
 
-    found = cohort("", mine)
-    loads = {r.concurrency for r in mine}
+    found = measure("", mine)
     if len(loads) > 1:
-        for load in sorted(loads):
-            found += cohort(f"concurrency {load}", [r for r in mine if r.concurrency == load])
-    bands = {r.prompt_band for r in mine}
-    if len(bands) > 1:
-        for band in sorted(bands):
-            found += cohort(f"prompt {band}", [r for r in mine if r.prompt_band == band])
+        for load in loads:
+            found += measure(f"concurrency {load}", [r for r in mine if r.concurrency == load])
+    for field, name in (("prompt_band", "prompt"), ("temperature_band", "temperature")):
+        values = sorted({getattr(r, field) for r in mine})
+        if len(values) > 1:
+            for value in values:
+                found += measure(f"{name} {value}", [r for r in mine if getattr(r, field) == value])
     return found
 
 
@@ -254,8 +258,11 @@ def _measure(
         )
 
     found = _acceptance(spec, measured)
-    for name, get in _LATENCIES.items():
-        found += _latency(pairing, name, get, measured, rng=rng, tpot_min_tokens=tpot_min_tokens)
+    if len({r.concurrency for r in receipts}) <= 1:
+        for name, get in _LATENCIES.items():
+            found += _latency(
+                pairing, name, get, measured, rng=rng, tpot_min_tokens=tpot_min_tokens
+            )
     found += _outcomes(pairing, measured)
     return found
 
