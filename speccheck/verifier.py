@@ -25,7 +25,7 @@ Several candidates at one position: SpecInfer (2305.09781), RSD (2402.14160), Se
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from fractions import Fraction
 from typing import Any, NamedTuple
@@ -653,6 +653,8 @@ class Table:
     """p by (position 1..H, previous id); previous None is the row for any other previous token."""
     draft: Mapping[tuple[int, int | None], Row]
     """q by the same keys."""
+    declared: tuple[int, float, float] | None = None
+    """(runs, deviation allowed from exact, from control): tolerances its author declared."""
 
     def target_row(self, position: int, previous: int | None) -> Row:
         """The row p at a position (1..H) after a token."""
@@ -669,7 +671,7 @@ class Table:
         """The same table in float64, for drawing."""
         target = {key: row.astype(np.float64) for key, row in self.target.items()}
         draft = {key: row.astype(np.float64) for key, row in self.draft.items()}
-        return Table(self.name, self.vocabulary, self.horizon, target, draft)
+        return replace(self, target=target, draft=draft)
 
 
 class Drafting:
@@ -923,13 +925,18 @@ def round_law(decoding: Decoding, state: State) -> Round:
             for site, low, high in zip(verifier.test_sites(k), *verifier.window(step), strict=True)
         ]
         tails: dict[int, list[tuple[Site, Edges]]] = {}
+        ways: dict[tuple[int, tuple[tuple[Site, Any], ...]], Any] = defaultdict(int)
         for passed, p_tests, tested in _tests(verifier, windows, [], drawn):
             tau = verifier.accepted(passed)
             if tau not in tails:
                 tails[tau] = [(u, _cdf(row)) for u, row in _tail_laws(decoding, step, tau)]
-            for tail, p_tail in _tails(tails[tau], tested):
+            known = tuple((site, tested[site]) for site, _ in tails[tau] if site in tested)
+            ways[tau, known] += p_tests
+        for (tau, known), p_tests in ways.items():
+            p_tau = p_draft * p_tests
+            for tail, p_tail in _tails(tails[tau], dict(known)):
                 tokens, after = decoding.commit(state, drafted, tau, tail)
-                law[tokens, tau, after] += p_draft * p_tests * p_tail
+                law[tokens, tau, after] += p_tau * p_tail
     return dict(law)
 
 
@@ -941,6 +948,8 @@ class ExactLaw:
     """Probability of every committed sequence of H tokens that can occur."""
     passes: Any
     """Expected target passes of a run."""
+    passes_law: Mapping[int, Any]
+    """Probability of each number of passes; empty if a round can commit nothing."""
     drafted: Any
     """Expected drafted tokens of a run."""
     accepted: Any
@@ -995,6 +1004,7 @@ def exact_law(decoding: Decoding) -> ExactLaw:
     return ExactLaw(
         sequences=dict(sequences),
         passes=passes,
+        passes_law=_passes_law(rounds, first, decoding.table.horizon),
         drafted=drafted,
         accepted=accepted,
         first_tau=_tau_law(rounds[first], decoding.length(first)),
@@ -1007,21 +1017,21 @@ def _tau_law(law: Round, k: int) -> tuple[Any, ...]:
     return tuple(sum(w for (_, tau, _), w in law.items() if tau == t) for t in range(k + 1))
 
 
-def passes_law(decoding: Decoding) -> dict[int, Any]:
-    """Probability of each number of target passes of a run, for loops that always commit."""
-    horizon = decoding.table.horizon
-    now: dict[State, Any] = {decoding.start(): Fraction(1)}
+def _passes_law(rounds: Mapping[State, Round], start: State, horizon: int) -> dict[int, Any]:
+    now: dict[State, Any] = {start: Fraction(1)}
     law: dict[int, Any] = {}
+    n_passes = 0
     while now:
+        n_passes += 1
         following: dict[State, Any] = defaultdict(int)
         for state, mass in now.items():
-            for (tokens, _, after), w in round_law(decoding, state).items():
+            for (tokens, _, after), w in rounds[state].items():
                 if not tokens:
-                    raise VerificationError("a round that commits nothing: the passes are endless")
+                    return {}
                 following[after] += mass * w
         done = sum(mass for state, mass in following.items() if state.n >= horizon)
         if done:
-            law[len(law) + 1] = done
+            law[n_passes] = done
         now = {state: mass for state, mass in following.items() if state.n < horizon}
     return law
 
@@ -1251,6 +1261,7 @@ def _trace_round(
                 "q": float(compared.q[i][x]),
                 "ratio": float(compared.p[i][x] / compared.q[i][x]) if compared.q[i][x] else None,
                 "accept_prob": float(high[i] - low[i]),
+                "window": [float(low[i]), float(high[i])],
                 "u": chance(site),
                 "test": "passed" if ok else "failed",
                 "outcome": "accepted" if i < tau else "rejected" if i == tau else None,

@@ -1,0 +1,1086 @@
+"""The evidence of the fixture stage: that a verifier preserves the target's distribution.
+
+Two separate checks on a table of made-up models that is small enough to know everything about.
+*Exact*: the law of whole runs, summed over every way a run can go, must equal the target's product
+law with no tolerance at all. *Sampled*: enumerated seeds must show it, cell by cell, within
+tolerances declared before the first run, against the exact table and against a target-only control.
+The first catches mistakes no affordable sample shows; the second is what a reader believes.
+
+Losslessness does not see an inefficient verifier, so counters are compared too, and a handful of
+wrong verifiers is run through the same checks, so that a reader sees the checks can fail.
+
+Pure: a table in, a result out. No printing, no store, no scipy: the chi-square tail is an argument.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+import numpy as np
+
+from speccheck.errors import UsageError
+from speccheck.verifier import (
+    ALGORITHMS,
+    DRAFT_SAMPLING,
+    MAX_POSITION,
+    Block,
+    Control,
+    Decoding,
+    ExactLaw,
+    Greedy,
+    Row,
+    Runs,
+    Step,
+    Table,
+    Token,
+    Verifier,
+    exact_law,
+    marginals,
+    one_hot,
+    sample,
+    target_law,
+    total_variation,
+    uniform,
+)
+from speccheck.verifier import trace as trace_rounds
+
+# ---------------------------------------------------------------------------------------------
+# The table file
+
+MAX_SEQUENCES = 50_000
+"""Largest vocabulary ** horizon that is still enumerated in seconds."""
+
+_TABLE_KEYS = {"name", "about", "vocabulary", "horizon", "tolerances", "rows"}
+_ROW_KEYS = {"position", "after", "target", "draft"}
+
+
+def load_table(path: Path) -> Table:
+    """Read a table file; anything odd in it is a UsageError that names the file and the row.
+
+    JSON: `name`, `vocabulary` (token names), `horizon` (tokens of a run, 2..15), `rows`, each with
+    `position` (1..horizon), `after` (the previous token, or "*" for any other), `target` and
+    `draft`: one number a token, an integer per 100 or a decimal or fraction as a string ("0.05",
+    "1/3"), summing to exactly 1. Optional: `about`, and `tolerances` {runs, exact, control}, the
+    largest deviation of a cell that is declared for that many runs.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot read the fixture table: {error}") from None
+    try:
+        data = json.loads(
+            text, object_pairs_hook=_unique, parse_float=_no_float, parse_constant=_no_float
+        )
+    except _BadNumberError as error:
+        raise UsageError(f"{path}: {error}") from None
+    except _DuplicateKeyError as error:
+        raise UsageError(f"{path}: key {error} is given twice in one object; keep one") from None
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise UsageError(f"{path}: not JSON: {error}") from None
+    return _table(path, data)
+
+
+class _DuplicateKeyError(ValueError):
+    pass
+
+
+class _BadNumberError(ValueError):
+    pass
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    counts = Counter(key for key, _ in pairs)
+    for key, n in counts.items():
+        if n > 1:
+            raise _DuplicateKeyError(repr(key))
+    return dict(pairs)
+
+
+def _no_float(text: str) -> float:
+    raise _BadNumberError(
+        f"{text} is not an exact probability; write an integer per 100 or a string such as "
+        '"0.05" or "1/3"'
+    )
+
+
+def _table(path: Path, data: Any) -> Table:
+    if not isinstance(data, dict):
+        raise UsageError(f"{path}: a fixture table is an object with {sorted(_TABLE_KEYS)}")
+    _keys(f"{path}", data, _TABLE_KEYS, _TABLE_KEYS - {"about", "tolerances"})
+    name, vocabulary, horizon = data["name"], data["vocabulary"], data["horizon"]
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"{path}: name must be a text")
+    if (
+        not isinstance(vocabulary, list)
+        or len(vocabulary) < 2
+        or not all(isinstance(name, str) and name not in ("", "*") for name in vocabulary)
+        or len(set(vocabulary)) != len(vocabulary)
+    ):
+        raise UsageError(
+            f"{path}: vocabulary must list two or more different token names, none of them '*'"
+        )
+    if type(horizon) is not int or not 2 <= horizon <= MAX_POSITION:
+        raise UsageError(f"{path}: horizon must be a whole number from 2 to {MAX_POSITION}")
+    if len(vocabulary) ** horizon > MAX_SEQUENCES:
+        raise UsageError(
+            f"{path}: {len(vocabulary)} tokens over {horizon} positions are "
+            f"{len(vocabulary) ** horizon} sequences, more than the {MAX_SEQUENCES} that can be "
+            "enumerated; take fewer tokens or positions"
+        )
+    if not isinstance(data["rows"], list):
+        raise UsageError(f"{path}: rows must be a list")
+    target: dict[tuple[int, int | None], Row] = {}
+    draft: dict[tuple[int, int | None], Row] = {}
+    for number, row in enumerate(data["rows"], start=1):
+        where = f"{path}: row {number}"
+        key = _row_key(where, row, vocabulary, horizon)
+        if key in target:
+            raise UsageError(
+                f"{where}: position {key[0]} after {row['after']!r} is given twice; keep one"
+            )
+        where += f" (position {key[0]} after {row['after']!r})"
+        target[key] = _probabilities(f"{where}: target", row["target"], vocabulary)
+        draft[key] = _probabilities(f"{where}: draft", row["draft"], vocabulary)
+    for position in range(1, horizon + 1):
+        if (position, None) not in target:
+            given = [(position, token) in target for token in range(len(vocabulary))]
+            if position == 1 or not all(given):
+                raise UsageError(
+                    f"{path}: position {position} has no row after '*', so not every previous "
+                    "token has one; add it"
+                )
+    declared = _declared(path, data.get("tolerances"))
+    return Table(name, tuple(vocabulary), horizon, target, draft, declared)
+
+
+def _keys(where: str, data: Mapping[str, Any], known: set[str], needed: set[str]) -> None:
+    if unknown := sorted(set(data) - known):
+        raise UsageError(f"{where}: unknown key {unknown[0]!r}; known are {sorted(known)}")
+    if missing := sorted(needed - set(data)):
+        raise UsageError(f"{where}: key {missing[0]!r} is missing")
+
+
+def _row_key(where: str, row: Any, vocabulary: list[str], horizon: int) -> tuple[int, int | None]:
+    if not isinstance(row, dict):
+        raise UsageError(f"{where}: a row is an object with {sorted(_ROW_KEYS)}")
+    _keys(where, row, _ROW_KEYS, _ROW_KEYS)
+    position, after = row["position"], row["after"]
+    if type(position) is not int or not 1 <= position <= horizon:
+        raise UsageError(f"{where}: position must be a whole number from 1 to {horizon}")
+    if after == "*":
+        return position, None
+    if after not in vocabulary:
+        raise UsageError(
+            f"{where}: unknown token {after!r} in after; the vocabulary has {vocabulary}"
+        )
+    if position == 1:
+        raise UsageError(f"{where}: position 1 has no token before it; write after '*'")
+    return position, vocabulary.index(after)
+
+
+def _probabilities(where: str, numbers: Any, vocabulary: list[str]) -> Row:
+    if not isinstance(numbers, list) or len(numbers) != len(vocabulary):
+        found = f"{len(numbers)} numbers" if isinstance(numbers, list) else repr(numbers)
+        raise UsageError(f"{where} must list {len(vocabulary)} numbers, one a token; found {found}")
+    row = [
+        _fraction(f"{where}, token {token}", number)
+        for token, number in zip(vocabulary, numbers, strict=True)
+    ]
+    if sum(row) != 1:
+        raise UsageError(
+            f"{where} sums to {_decimal(sum(row))}, not 1 (integers count per 100): {numbers}"
+        )
+    return np.array(row, dtype=object)
+
+
+def _fraction(where: str, number: Any) -> Fraction:
+    if type(number) is int:
+        value = Fraction(number, 100)
+    elif isinstance(number, str):
+        try:
+            value = Fraction(number.strip())
+        except (ValueError, ZeroDivisionError):
+            raise UsageError(
+                f'{where}: {number!r} is not a number; write a decimal ("0.05") or a fraction '
+                '("1/3")'
+            ) from None
+    else:
+        raise UsageError(
+            f"{where}: {number!r} is neither an integer per 100 nor a number as a string"
+        )
+    if value < 0:
+        raise UsageError(f"{where}: {number} is negative")
+    return value
+
+
+def _declared(path: Path, tolerances: Any) -> tuple[int, float, float] | None:
+    if tolerances is None:
+        return None
+    where, keys = f"{path}: tolerances", {"runs", "exact", "control"}
+    if not isinstance(tolerances, dict):
+        raise UsageError(f"{where} must be an object with {sorted(keys)}")
+    _keys(where, tolerances, keys, keys)
+    if type(tolerances["runs"]) is not int or tolerances["runs"] < 1:
+        raise UsageError(f"{where}: runs must be a positive whole number")
+    exact, control = (_fraction(f"{where}: {key}", tolerances[key]) for key in ("exact", "control"))
+    return tolerances["runs"], float(exact), float(control)
+
+
+def _decimal(value: Any) -> str:
+    return f"{float(value):.6g}"
+
+
+# ---------------------------------------------------------------------------------------------
+# The checks
+
+CELL_ALARM = 1e-4
+"""Probability that any cell of a right verifier is out of tolerance, where none is declared."""
+CHI_SQUARE_ALARM = 1e-3
+"""Probability that any chi-square test rejects a right verifier (Bonferroni)."""
+PASSES_SIGMAS = 5.0
+START_SIGMAS = 3.5
+"""Tolerance of the two counters in standard errors; 0.031 and 0.020 on T4 with 20,000 runs."""
+
+Chi2Tail = Callable[[float, int], float]
+"""P(chi-square with df degrees of freedom > statistic), by (statistic, df); scipy's chi2.sf."""
+
+
+@dataclass(frozen=True)
+class ExactProof:
+    """Law of the committed sequences against the target's product law."""
+
+    equal: bool
+    """Equality of every probability as a fraction; no tolerance."""
+    sequences: int
+    """Sequences with probability above 0 under the target."""
+    total_variation: float
+    """TV distance over whole sequences; exactly 0 if equal."""
+    first_difference: Mapping[str, Any] | None
+    """First sequence (in vocabulary order) that differs, with both probabilities as fractions."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """How often one token stood at one position. All but the names are shares of runs."""
+
+    position: int
+    token: str
+    exact: float
+    speculative: float
+    target_only: float
+    """The target-only control: the same loop with k = 0, other random numbers."""
+    tolerance_exact: float
+    tolerance_control: float
+    within: bool
+
+
+@dataclass(frozen=True)
+class ChiSquare:
+    """Goodness of fit of one position, or of two neighbours, against the exact table."""
+
+    name: str
+    statistic: float | None
+    """None where a token came up that has probability 0."""
+    df: int
+    p_value: float
+    level: float
+    """Rejects below; 1e-3 shared over all tests."""
+    within: bool
+
+
+@dataclass(frozen=True)
+class CounterCheck:
+    """A count that losslessness does not constrain, against its exact expectation."""
+
+    name: str
+    exact: str
+    """As a fraction."""
+    expected: float
+    observed: float
+    tolerance: float
+    within: bool
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Everything one decoding loop was measured by on one table."""
+
+    exact: ExactProof
+    largest_deviation: Mapping[str, Any]
+    """Worst exact error of a single cell: {position, token, deviation}."""
+    cells: tuple[Cell, ...]
+    chi_squares: tuple[ChiSquare, ...]
+    counters: tuple[CounterCheck, ...]
+    runs: Runs
+
+    def failures(self) -> dict[str, str]:
+        """Why each check that failed did, by the name of the check."""
+        reasons: dict[str, str] = {}
+        if not self.exact.equal and self.exact.first_difference is not None:
+            difference = self.exact.first_difference
+            reasons["exact law"] = (
+                f"the exact law is not the target's: TV {self.exact.total_variation:.4g}; first "
+                f"{' '.join(difference['sequence'])}: {difference['speculative']} instead of "
+                f"{difference['target']}"
+            )
+        if out := [cell for cell in self.cells if not cell.within]:
+            worst = max(out, key=lambda cell: abs(cell.speculative - cell.exact))
+            reasons["cells"] = (
+                f"{len(out)} of {len(self.cells)} cells out of tolerance; worst position "
+                f"{worst.position} token {worst.token}: {worst.speculative:.4f} against "
+                f"{worst.exact:.4f} exact (limit {worst.tolerance_exact:.4f}) and "
+                f"{worst.target_only:.4f} target-only (limit {worst.tolerance_control:.4f})"
+            )
+        if rejected := [test for test in self.chi_squares if not test.within]:
+            worst_test = min(rejected, key=lambda test: test.p_value)
+            reasons["chi-square"] = (
+                f"{len(rejected)} of {len(self.chi_squares)} chi-square tests reject; smallest p "
+                f"{worst_test.p_value:.2g} at {worst_test.name} (level {worst_test.level:.2g})"
+            )
+        for counter in self.counters:
+            if not counter.within:
+                reasons[f"counter: {counter.name}"] = (
+                    f"{counter.name} is {counter.observed:.4f}, expected "
+                    f"{counter.expected:.4f} +- {counter.tolerance:.3f}"
+                )
+        return reasons
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What a right loop does: the truth that others are measured by."""
+
+    decoding: Decoding
+    truth: Mapping[tuple[int, ...], Any]
+    """The law to preserve. At temperature 0 it is the chain of argmaxes."""
+    law: ExactLaw
+    """The right loop's own law, for its counters."""
+    control: Runs
+    """Target-only: the same loop with k = 0, on random numbers of its own."""
+
+
+def reference(decoding: Decoding, *, n_seeds: int) -> Reference:
+    """The truth for loops on a table that ought to do what `decoding` does."""
+    return Reference(
+        decoding,
+        target_law(_truth(decoding.table, decoding.verifier)),
+        exact_law(decoding),
+        sample(Control(decoding.table, decoding.verifier), np.arange(n_seeds)),
+    )
+
+
+def check(decoding: Decoding, right: Reference, *, chi2_sf: Chi2Tail) -> Checks:
+    """Run every check on a decoding loop, with as many seeds as the reference's control has."""
+    table, truth = decoding.table, right.truth
+    law = right.law if decoding is right.decoding else exact_law(decoding)
+    runs = sample(decoding, np.arange(len(right.control.tokens)))
+    return Checks(
+        exact=_prove(law.sequences, truth, table.vocabulary),
+        largest_deviation=_largest_deviation(law.sequences, truth, table.vocabulary),
+        cells=_cells(table, truth, runs, right.control),
+        chi_squares=_chi_squares(table, truth, runs, chi2_sf),
+        counters=_counters(table.horizon, right.law, runs),
+        runs=runs,
+    )
+
+
+def _truth(table: Table, verifier: Verifier) -> Table:
+    """The table whose product law has to be preserved."""
+    if not isinstance(verifier, Greedy):
+        return table
+    target = {key: one_hot(np.array([row.argmax()]), row)[0] for key, row in table.target.items()}
+    return Table(table.name, table.vocabulary, table.horizon, target, table.draft)
+
+
+def _prove(
+    law: Mapping[tuple[int, ...], Any],
+    truth: Mapping[tuple[int, ...], Any],
+    vocabulary: Sequence[str],
+) -> ExactProof:
+    different = (s for s in sorted(law.keys() | truth.keys()) if law.get(s, 0) != truth.get(s, 0))
+    first = next(different, None)
+    return ExactProof(
+        equal=first is None,
+        sequences=len(truth),
+        total_variation=float(total_variation(law, truth)),
+        first_difference=None
+        if first is None
+        else {
+            "sequence": [vocabulary[token] for token in first],
+            "speculative": str(law.get(first, 0)),
+            "target": str(truth.get(first, 0)),
+        },
+    )
+
+
+def _largest_deviation(
+    law: Mapping[tuple[int, ...], Any],
+    truth: Mapping[tuple[int, ...], Any],
+    vocabulary: Sequence[str],
+) -> dict[str, Any]:
+    seen, exact = marginals(law, len(vocabulary)), marginals(truth, len(vocabulary))
+    errors = {
+        (i, t): seen[i][t] - exact[i][t] for i in range(len(exact)) for t in range(len(vocabulary))
+    }
+    i, t = max(errors, key=lambda key: abs(errors[key]))
+    return {"position": i + 1, "token": vocabulary[t], "deviation": float(errors[i, t])}
+
+
+def _frequencies(runs: Runs, n_tokens: int) -> list[list[float]]:
+    return [
+        [float(f) for f in np.bincount(column, minlength=n_tokens) / len(column)]
+        for column in runs.tokens.T
+    ]
+
+
+def _tolerances(
+    table: Table, exact: Sequence[Sequence[Any]], n_runs: int
+) -> list[list[tuple[float, float]]]:
+    """[position][token] (against the exact table, against the control).
+
+    Declared by the table for this number of runs, or z standard errors with the z that makes
+    CELL_ALARM the probability of any alarm over both comparisons of all cells.
+    """
+    if table.declared is not None and table.declared[0] == n_runs:
+        pair = table.declared[1:]
+        return [[pair for _ in row] for row in exact]
+    z = NormalDist().inv_cdf(1 - CELL_ALARM / (4 * sum(len(row) for row in exact)))
+    errors = [[math.sqrt(float(p * (1 - p)) / n_runs) for p in row] for row in exact]
+    return [[(z * se, z * se * math.sqrt(2)) for se in row] for row in errors]
+
+
+def _cells(
+    table: Table, truth: Mapping[tuple[int, ...], Any], runs: Runs, control: Runs
+) -> tuple[Cell, ...]:
+    n_tokens = len(table.vocabulary)
+    exact = marginals(truth, n_tokens)
+    tolerances = _tolerances(table, exact, len(runs.tokens))
+    seen, seen_control = _frequencies(runs, n_tokens), _frequencies(control, n_tokens)
+    cells = []
+    for i, row in enumerate(exact):
+        for token, name in enumerate(table.vocabulary):
+            p, f, g = float(row[token]), seen[i][token], seen_control[i][token]
+            to_exact, to_control = tolerances[i][token]
+            within = abs(f - p) <= to_exact and abs(f - g) <= to_control
+            cells.append(Cell(i + 1, name, p, f, g, to_exact, to_control, within))
+    return tuple(cells)
+
+
+def _chi_squares(
+    table: Table, truth: Mapping[tuple[int, ...], Any], runs: Runs, chi2_sf: Chi2Tail
+) -> tuple[ChiSquare, ...]:
+    """Each position, and each pair of neighbours: what one position alone cannot show."""
+    horizon, n_tokens = table.horizon, len(table.vocabulary)
+    groups = [(i,) for i in range(horizon)] + [(i, i + 1) for i in range(horizon - 1)]
+    level = CHI_SQUARE_ALARM / len(groups)
+    tests = []
+    for group in groups:
+        probabilities = np.zeros(n_tokens ** len(group))
+        for sequence, mass in truth.items():
+            probabilities[_code([sequence[i] for i in group], n_tokens)] += float(mass)
+        codes = _code([runs.tokens[:, i] for i in group], n_tokens)
+        observed = np.bincount(codes, minlength=len(probabilities))
+        statistic, df = _chi_square(observed, probabilities * len(runs.tokens))
+        p_value = 0.0 if math.isinf(statistic) else chi2_sf(statistic, df) if df else 1.0
+        name = " and ".join(str(i + 1) for i in group)
+        name = f"positions {name}" if len(group) > 1 else f"position {name}"
+        shown = None if math.isinf(statistic) else statistic
+        tests.append(ChiSquare(name, shown, df, float(p_value), level, p_value >= level))
+    return tuple(tests)
+
+
+def _code(tokens: Sequence[Any], n_tokens: int) -> Any:
+    code = tokens[0]
+    for token in tokens[1:]:
+        code = code * n_tokens + token
+    return code
+
+
+def _chi_square(observed: Row, expected: Row) -> tuple[float, int]:
+    """(statistic, degrees of freedom); infinite where something impossible was observed.
+
+    Cells that expect fewer than 5 are pooled, the usual condition for the chi-square tail.
+    """
+    if observed[expected == 0].any():
+        return math.inf, 0
+    small = expected < 5
+    pooled_observed = np.append(observed[~small], observed[small].sum())
+    pooled_expected = np.append(expected[~small], expected[small].sum())
+    kept = pooled_expected > 0
+    gap = pooled_observed[kept] - pooled_expected[kept]
+    return float((gap**2 / pooled_expected[kept]).sum()), int(kept.sum()) - 1
+
+
+def _counters(horizon: int, law: ExactLaw, runs: Runs) -> tuple[CounterCheck, ...]:
+    n = len(runs.passes)
+    variance = sum(count**2 * mass for count, mass in law.passes_law.items()) - law.passes**2
+    checks = [
+        _counter(
+            "mean target passes per run",
+            law.passes,
+            float(runs.passes.mean()),
+            _up(PASSES_SIGMAS * math.sqrt(float(variance) / n)),
+        ),
+        _counter(
+            "accepted tokens + target passes - tokens, over all runs",
+            Fraction(0),
+            float((runs.accepted + runs.passes - horizon).sum()),
+            0.0,
+        ),
+    ]
+    last = horizon - 1  # the last position a draft can be at: reached by every kind of round
+    if last in law.starts:
+        share, first_stands = law.starts[last]
+        started, stood = runs.starts.get(last, (0, 0))
+        spread = float(first_stands * (1 - first_stands)) / max(1e-12, n * float(share))
+        checks.append(
+            _counter(
+                f"first draft stands, of rounds that start at position {last}",
+                first_stands,
+                stood / started if started else 0.0,
+                _up(START_SIGMAS * math.sqrt(spread)),
+            )
+        )
+    return tuple(checks)
+
+
+def _counter(name: str, exact: Any, observed: float, tolerance: float) -> CounterCheck:
+    within = abs(observed - float(exact)) <= tolerance
+    return CounterCheck(name, str(exact), float(exact), observed, tolerance, within)
+
+
+def _up(tolerance: float) -> float:
+    """Rounded up to three decimals, so that a printed limit is the limit."""
+    return math.ceil(tolerance * 1000) / 1000
+
+
+# ---------------------------------------------------------------------------------------------
+# The result
+
+
+@dataclass(frozen=True)
+class FalseAlarm:
+    """Probability, before the first run, that a right verifier fails a sampled check."""
+
+    cells_exact: float
+    cells_control: float
+    chi_square: float
+    counters: float
+
+    @property
+    def total(self) -> float:
+        """Union bound over all sampled checks."""
+        return self.cells_exact + self.cells_control + self.chi_square + self.counters
+
+    def statement(self, n_seeds: int) -> str:
+        """In one sentence for the packet."""
+        return (
+            f"Declared before the first run: a right verifier fails one of the sampled checks with "
+            f"probability at most {self.total:.1g} (cells against the exact table "
+            f"{self.cells_exact:.0e}, against the control {self.cells_control:.0e}, chi-square "
+            f"{self.chi_square:.0e}, counters {self.counters:.0e}). The runs are seeds "
+            f"0 to {n_seeds - 1}, so the same build gives the same answer every time."
+        )
+
+
+def _false_alarm(checks: Checks, n_seeds: int) -> FalseAlarm:
+    def tail(limit: float, se: float) -> float:
+        return 2 * NormalDist().cdf(-limit / se) if se > 0 else 0.0
+
+    errors = [math.sqrt(c.exact * (1 - c.exact) / n_seeds) for c in checks.cells]
+    pairs = list(zip(checks.cells, errors, strict=True))
+    return FalseAlarm(
+        cells_exact=sum(tail(c.tolerance_exact, se) for c, se in pairs),
+        cells_control=sum(tail(c.tolerance_control, se * math.sqrt(2)) for c, se in pairs),
+        chi_square=CHI_SQUARE_ALARM,
+        counters=tail(PASSES_SIGMAS, 1) + tail(START_SIGMAS, 1),
+    )
+
+
+@dataclass(frozen=True)
+class FixtureResult:
+    """Everything the fixture stage knows; `to_dict` is what the packet gets."""
+
+    table: Table
+    algorithm: str
+    draft_sampling: str
+    n_seeds: int
+    """Runs drawn, seeds 0..n_seeds-1."""
+    checks: Checks
+    marginals: tuple[tuple[str, ...], ...]
+    """[position][token] exact target probabilities as fractions."""
+    greedy: ExactProof
+    """Temperature 0 with the same drafts: the chain of argmaxes must come out."""
+    expected: ExactLaw
+    """Exact expectations of the counters."""
+    mean: Mapping[str, float]
+    """Observed means per run: target_passes, drafted, accepted."""
+    first_tau: tuple[int, ...]
+    """Runs by accepted length of their first round, 0..k."""
+    false_alarm: FalseAlarm
+    traces: tuple[dict[str, Any], ...]
+    negative_controls: tuple[dict[str, Any], ...]
+    reasons: tuple[str, ...]
+    """Why it failed; empty if it passed."""
+
+    @property
+    def verdict(self) -> str:
+        """Either pass or fail: an exact proof is never inconclusive."""
+        return "fail" if self.reasons else "pass"
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; exact numbers as fractions in text beside their float."""
+        table, law = self.table, self.expected
+        return {
+            "verdict": self.verdict,
+            "reasons": list(self.reasons),
+            "algorithm": self.algorithm,
+            "draft_sampling": self.draft_sampling,
+            "n_seeds": self.n_seeds,
+            "table": _table_dict(table),
+            "exact": asdict(self.checks.exact),
+            "marginals": [list(row) for row in self.marginals],
+            "cells": [asdict(cell) for cell in self.checks.cells],
+            "chi_squares": [asdict(test) for test in self.checks.chi_squares],
+            "counters": [asdict(counter) for counter in self.checks.counters],
+            "per_run": {
+                name: {"exact": str(exact), "expected": float(exact), "observed": self.mean[name]}
+                for name, exact in (
+                    ("target_passes", law.passes),
+                    ("drafted", law.drafted),
+                    ("accepted", law.accepted),
+                )
+            },
+            "acceptance_rate": _ratio(law.accepted, law.drafted),
+            "tokens_per_pass": _ratio(Fraction(table.horizon), law.passes),
+            "first_round": [
+                {
+                    "accepted": tau,
+                    "exact": str(p),
+                    "expected": float(p),
+                    "observed": n / self.n_seeds,
+                }
+                for tau, (p, n) in enumerate(zip(law.first_tau, self.first_tau, strict=True))
+            ],
+            "greedy": asdict(self.greedy),
+            "false_alarm": asdict(self.false_alarm) | {"total": self.false_alarm.total},
+            "statement": self.false_alarm.statement(self.n_seeds),
+            "traces": list(self.traces),
+            "negative_controls": list(self.negative_controls),
+        }
+
+
+def _ratio(part: Any, whole: Any) -> dict[str, Any] | None:
+    """None where nothing was drafted: there is no rate then."""
+    return {"exact": str(part / whole), "expected": float(part / whole)} if whole else None
+
+
+def _table_dict(table: Table) -> dict[str, Any]:
+    return {
+        "name": table.name,
+        "vocabulary": list(table.vocabulary),
+        "horizon": table.horizon,
+        "rows": [
+            {
+                "position": position,
+                "after": "*" if previous is None else table.vocabulary[previous],
+                "target": [float(p) for p in table.target[position, previous]],
+                "draft": [float(q) for q in table.draft[position, previous]],
+                "overlap": float(
+                    np.minimum(
+                        table.target[position, previous], table.draft[position, previous]
+                    ).sum()
+                ),
+            }
+            for position, previous in table.target
+        ],
+    }
+
+
+def run_fixture(
+    table: Table,
+    *,
+    algorithm: str,
+    draft_sampling: str,
+    chi2_sf: Chi2Tail,
+    n_seeds: int = 20_000,
+    trace_seeds: Sequence[int] = (18, 0, 1),
+    controls: Sequence["NegativeControl"] | None = None,
+) -> FixtureResult:
+    """Prove and measure one verification algorithm on one table.
+
+    algorithm: a name of `ALGORITHMS`. draft_sampling: a name of `DRAFT_SAMPLING`. chi2_sf: tail of
+    the chi-square law, scipy's chi2.sf. n_seeds: runs, seeds 0..n_seeds-1. controls: the wrong
+    verifiers to show, `NEGATIVE_CONTROLS` if not given. Raises UsageError for an unknown name.
+    """
+    decoding = _decoding(table, algorithm, draft_sampling)
+    if n_seeds < 1:
+        raise UsageError(f"the fixture needs at least one seed, got {n_seeds}")
+    right = reference(decoding, n_seeds=n_seeds)
+    checks = check(decoding, right, chi2_sf=chi2_sf)
+    runs, law = checks.runs, right.law
+    greedy = Decoding(table, Greedy(), decoding.drafting, decoding.proposal_length)
+    at_zero = _prove(
+        exact_law(greedy).sequences, target_law(_truth(table, Greedy())), table.vocabulary
+    )
+    reasons = list(checks.failures().values())
+    if not at_zero.equal:
+        reasons.append("at temperature 0 the committed tokens are not the target's argmaxes")
+    return FixtureResult(
+        table=table,
+        algorithm=algorithm,
+        draft_sampling=draft_sampling,
+        n_seeds=n_seeds,
+        checks=checks,
+        marginals=tuple(
+            tuple(str(p) for p in row) for row in marginals(right.truth, len(table.vocabulary))
+        ),
+        greedy=at_zero,
+        expected=law,
+        mean={
+            "target_passes": float(runs.passes.mean()),
+            "drafted": float(runs.drafted.mean()),
+            "accepted": float(runs.accepted.mean()),
+        },
+        first_tau=tuple(int(n) for n in np.bincount(runs.first_tau, minlength=len(law.first_tau))),
+        false_alarm=_false_alarm(checks, n_seeds),
+        traces=tuple(
+            trace(table, seed, algorithm=algorithm, draft_sampling=draft_sampling)
+            for seed in trace_seeds
+        ),
+        negative_controls=tuple(
+            negative_controls(table, chi2_sf=chi2_sf, n_seeds=n_seeds, controls=controls)
+        ),
+        reasons=tuple(reasons),
+    )
+
+
+def _decoding(table: Table, algorithm: str, draft_sampling: str) -> Decoding:
+    if algorithm not in ALGORITHMS:
+        raise UsageError(f"unknown algorithm {algorithm!r}; the fixture has {list(ALGORITHMS)}")
+    if draft_sampling not in DRAFT_SAMPLING:
+        raise UsageError(
+            f"unknown draft sampling {draft_sampling!r}; the fixture has {list(DRAFT_SAMPLING)}"
+        )
+    length = 0 if algorithm == "target_only" else table.horizon - 1
+    return Decoding(table, ALGORITHMS[algorithm], DRAFT_SAMPLING[draft_sampling], length)
+
+
+# ---------------------------------------------------------------------------------------------
+# Traces
+
+
+def trace(table: Table, seed: int, *, algorithm: str, draft_sampling: str) -> dict[str, Any]:
+    """One run from a seed, step by step, its invariants checked; JSON-ready."""
+    decoding = _decoding(table, algorithm, draft_sampling)
+    rounds = trace_rounds(decoding, lambda *site: uniform(seed, *site))
+    totals: Counter[str] = Counter()
+    for record in rounds:
+        totals.update(record["counters"])
+    return {
+        "table": table.name,
+        "seed": seed,
+        "algorithm": algorithm,
+        "draft_sampling": draft_sampling,
+        "rounds": rounds,
+        "tokens": [token for record in rounds for token in record["committed"]],
+        "counters": dict(totals),
+    }
+
+
+def format_trace(record: Mapping[str, Any]) -> str:
+    """A trace as text, at most 80 columns wide for token names of up to 6 letters."""
+    kind = f"{record['algorithm']} verification, {record['draft_sampling']} drafts"
+    lines = [f"Seed {record['seed']} on table {record['table']}: {kind}"]
+    for round_ in record["rounds"]:
+        lines += ["", *_round_lines(round_)]
+    counters = record["counters"]
+    totals = (
+        f"{len(record['tokens'])} tokens in {counters['target_passes']} target passes: "
+        f"{counters['accepted']} accepted of {counters['drafted']} drafted, "
+        f"{counters['discarded']} discarded"
+    )
+    lines += ["", f"Run: {' '.join(record['tokens'])}", f"     {totals}"]
+    return "\n".join(lines)
+
+
+def _round_lines(round_: Mapping[str, Any]) -> Iterable[str]:
+    prefix = " ".join(round_["prefix"]) or "(empty)"
+    drafted = " ".join(draft["token"] for draft in round_["draft"]) or "nothing"
+    yield f"Round {round_['round'] + 1}, after {prefix}: drafted {drafted}"
+    for test in round_["verify"]:
+        low, high = test["window"]
+        rule = f"if {low:.4f} <= u < {high:.4f}" if low else f"accept if u < {high:.4f}"
+        outcome = test["outcome"] or "not committed"
+        yield (
+            f"  {test['pos']:>2} {test['token']:<6} p {test['p']:.3f}  q {test['q']:.3f}  "
+            f"{rule}  u {test['u']:.4f}  {outcome}"
+        )
+    tested = len(round_["verify"])
+    accepted = round_["counters"]["accepted"]
+    if "correction" in round_:
+        correction = round_["correction"]
+        rejected = round_["draft"][accepted]["token"]
+        law = "  ".join(f"{name} {p:.3f}" for name, p in correction["residual"].items())
+        yield f"     {rejected} is rejected; corrected distribution {law}"
+        yield (
+            f"  {correction['pos']:>2} {correction['token']:<6} drawn from it with "
+            f"u {correction['u']:.4f}"
+        )
+    if "bonus" in round_:
+        bonus = round_["bonus"]
+        what = "all drafts stand; bonus" if round_["draft"] else "no draft; target"
+        yield f"  {bonus['pos']:>2} {bonus['token']:<6} {what} token with u {bonus['u']:.4f}"
+    for lost in round_["discarded"]:
+        how = "untested" if lost["pos"] - round_["base_position"] >= tested else "with it"
+        yield f"  {lost['pos']:>2} {lost['token']:<6} discarded {how}: {lost['reason']}"
+    yield f"     committed {' '.join(round_['committed'])}"
+
+
+# ---------------------------------------------------------------------------------------------
+# Wrong verifiers: the checks can fail
+
+
+class ResampleFromTarget(Token):
+    """After a rejection draws from p instead of the residual: the rejected token may come back."""
+
+    def final(self, step: Step, tau: int) -> Row:
+        """The target row in every case."""
+        return step.row(tau)
+
+
+class ResidualNotNormalised(Token):
+    """Draws from max(0, p - q) as if it summed to 1: u past its mass falls to the last id."""
+
+    def final(self, step: Step, tau: int) -> Row:
+        """The weights as they are, the missing mass on the last id."""
+        if tau == step.k:
+            return step.row(tau)
+        weights = self.residual(step, tau).copy()
+        weights[-1] += 1 - weights.sum()
+        return weights
+
+
+class BonusFromDraft(Token):
+    """Draws the bonus token from the draft's row: the right shape, the wrong model."""
+
+    def final(self, step: Step, tau: int) -> Row:
+        """The draft row after a whole block that stands."""
+        return np.asarray(step.q[tau]) if tau == step.k > 0 else super().final(step, tau)
+
+
+class Lenience(Token):
+    """Accepts with min(1, p/(0.8 q)): Leviathan's lenience, lossy by design."""
+
+    def accept_probs(self, step: Step) -> Row:
+        """min(1, p/(l q)), l = 4/5."""
+        ratio = step.at_draft(step.p) / step.at_draft(step.q)
+        return np.asarray(np.minimum(1, ratio * 5 / 4))
+
+
+class BlockWithTokenResidual(Block):
+    """Block acceptance, then the residual of token verification: P_tau forgotten."""
+
+    def residual(self, step: Step, tau: int) -> Row:
+        """max(0, p - q), without the path weight."""
+        return Token().residual(step, tau)
+
+
+class KeepSuffix(Decoding):
+    """Replaces a rejected token and goes on with the drafts after it: D kept after rejecting C.
+
+    They are accepted or corrected in rows that were computed after the rejected token.
+    """
+
+    def tail(self, step: Step, tau: int) -> list[Row]:
+        """The correction, then a law for each later draft: it stands with h, else corrected."""
+        laws = super().tail(step, tau)
+        h = self.verifier.accept_probs(step)
+        for i in range(tau + 1, step.k):
+            law = (1 - h[i]) * self.verifier.final(step, i)
+            law[step.x[i]] += h[i]
+            laws.append(law)
+        return laws
+
+
+@dataclass(frozen=True)
+class NegativeControl:
+    """A wrong decoding loop, and the right one that it should have been."""
+
+    name: str
+    mistake: str
+    """One sentence."""
+    loop: type[Decoding]
+    verifier: Verifier
+    right: Verifier
+
+
+NEGATIVE_CONTROLS: tuple[NegativeControl, ...] = (
+    NegativeControl(
+        "resample from p",
+        "after a rejection the token is drawn from the target row, not from the residual",
+        Decoding,
+        ResampleFromTarget(),
+        Token(),
+    ),
+    NegativeControl(
+        "residual not normalised",
+        "max(0, p - q) is drawn from as if it summed to 1",
+        Decoding,
+        ResidualNotNormalised(),
+        Token(),
+    ),
+    NegativeControl(
+        "bonus from q",
+        "the bonus token is drawn from the draft's row",
+        Decoding,
+        BonusFromDraft(),
+        Token(),
+    ),
+    NegativeControl(
+        "suffix kept",
+        "drafts after a rejected token stay, tested in rows that saw the rejected token",
+        KeepSuffix,
+        Token(),
+        Token(),
+    ),
+    NegativeControl(
+        "lenience 0.8",
+        "a draft is accepted with min(1, p/(0.8 q))",
+        Decoding,
+        Lenience(),
+        Token(),
+    ),
+    NegativeControl(
+        "block with token residual",
+        "block acceptance, but the correction is drawn from norm(max(0, p - q))",
+        Decoding,
+        BlockWithTokenResidual(),
+        Block(),
+    ),
+)
+"""The wrong verifiers that a packet shows."""
+
+
+def negative_controls(
+    table: Table,
+    *,
+    chi2_sf: Chi2Tail,
+    n_seeds: int = 20_000,
+    controls: Sequence[NegativeControl] | None = None,
+) -> list[dict[str, Any]]:
+    """Run wrong verifiers through the same checks; one JSON-ready record each.
+
+    `caught_by` names the checks that failed, `total_variation` is exact and `largest_deviation` is
+    the worst exact error of one position. A mistake with `caught_by` [] is one that this table
+    cannot show.
+    """
+    references: dict[str, Reference] = {}
+    rows = []
+    for control in NEGATIVE_CONTROLS if controls is None else controls:
+        right = control.right
+        if right.name not in references:
+            references[right.name] = reference(Decoding(table, right), n_seeds=n_seeds)
+        loop = control.loop(table, control.verifier)
+        checks = check(loop, references[right.name], chi2_sf=chi2_sf)
+        failures = checks.failures()
+        rows.append(
+            {
+                "name": control.name,
+                "mistake": control.mistake,
+                "total_variation": checks.exact.total_variation,
+                "largest_deviation": dict(checks.largest_deviation),
+                "caught_by": list(failures),
+                "reasons": list(failures.values()),
+            }
+        )
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------
+# What the fixture says nothing about
+
+_COVERS = (
+    "token verification (vLLM: standard), one-hot drafts (n-gram, greedy), sampler match, greedy "
+    "and block verification"
+)
+_LOSSY_METHODS = {
+    "synthetic": "accepts at a fixed rate whatever the target says",
+    "fly": "is documented as intentionally lossy",
+    "typical_acceptance_sampler": "accepts by the target's entropy, not by p/q",
+    "typical": "accepts by the target's entropy, not by p/q",
+}
+_COVERED_METHODS = {"standard", "strict", "rejection_sampler", *ALGORITHMS}
+_COVERED_PROPOSERS = {
+    "ngram",
+    "ngram_gpu",
+    "suffix",
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "mtp",
+    "medusa",
+    "mlp_speculator",
+    "dflash",
+}
+
+
+def check_coverage(speculative_config: Mapping[str, Any]) -> list[str]:
+    """Reasons why a pass of the fixture would say nothing about a server with this config.
+
+    speculative_config: vLLM's, or the embedded engine's. Empty if the fixture covers it. Lossy
+    settings are refused by name, what is unknown is refused as not covered: never passed by
+    default.
+    """
+    config = {str(key).replace("-", "_"): value for key, value in speculative_config.items()}
+    reasons = []
+    for key in ("rejection_sample_method", "acceptance_method", "algorithm"):
+        value = config.get(key)
+        if value is None or value in _COVERED_METHODS:
+            continue
+        if value in _LOSSY_METHODS:
+            reasons.append(f"{key} {value!r} {_LOSSY_METHODS[value]}: lossy, refused")
+        else:
+            reasons.append(f"{key} {value!r} is not covered; the fixture covers {_COVERS}")
+    for key, why in (
+        ("synthetic_acceptance_rates", "fixes the acceptance rates"),
+        ("synthetic_acceptance_length", "fixes the acceptance length"),
+        ("posterior_threshold", "belongs to typical acceptance"),
+        ("posterior_alpha", "belongs to typical acceptance"),
+    ):
+        if config.get(key) is not None:
+            reasons.append(f"{key} {why}: lossy, refused")
+    lenience = config.get("lenience")
+    if lenience is not None and lenience != 1:
+        reasons.append(f"lenience {lenience!r} accepts with min(1, p/(l q)): lossy, refused")
+    if config.get("enable_adaptive_verification"):
+        reasons.append(
+            "enable_adaptive_verification cuts blocks by what was drawn; the fixture covers "
+            "proposals of a length fixed before the draw"
+        )
+    sampling = config.get("draft_sample_method")
+    if sampling is not None and sampling not in DRAFT_SAMPLING:
+        reasons.append(
+            f"draft_sample_method {sampling!r} is not covered; the fixture covers "
+            f"{', '.join(DRAFT_SAMPLING)}"
+        )
+    method = config.get("method")
+    if method is not None and method not in _COVERED_PROPOSERS and not _is_mtp(method):
+        reasons.append(
+            f"method {method!r} is not covered: what it tells the verifier about its drafts is "
+            f"unknown; covered are {', '.join(sorted(_COVERED_PROPOSERS))}"
+        )
+    if config.get("speculative_token_tree") is not None:
+        reasons.append("speculative_token_tree drafts a tree; the fixture covers single chains")
+    return reasons
+
+
+def _is_mtp(method: object) -> bool:
+    """Older names of multi-token prediction, which vLLM rewrites to mtp."""
+    return isinstance(method, str) and method.endswith("_mtp")
