@@ -1,15 +1,14 @@
-"""The release packet: what was decided, and the evidence, as one HTML page, Markdown and JSON.
+"""What the stages hand over: everything a packet is made of, as records and plain dicts.
 
-A packet has exactly three views (probability fixture, workload decision matrix, service latency),
-then decisions and findings, regression cases, what was compared with what, and what it does not
-prove. It is read by someone who was paged: verdict first, every "no" with its reason, and what was
-not measured said in words, never left blank and never printed as zero.
+Typed dicts rather than classes, because this is what comes back from the store as JSON. Three
+conventions hold throughout:
 
-Three steps, one way: `RunEvidence` (plain records and dicts) -> `build_view` (frozen view models,
-everything computed, nothing rounded) -> `render` (Jinja, StrictUndefined). Templates hold no
-arithmetic. Rounding happens in the template filters, after every comparison, and takes as many
-digits as it needs so that a shown number stays on its side of its limit. Nothing here reads a
-clock or draws a number: the same evidence gives the same bytes.
+- An *optional part* may be left out, or be `{"not_measured": "why"}`; the packet then says
+  "not measured: why". It never shows a blank or a zero in its place.
+- Verdicts are words: pass, inconclusive, error, fail. Times of day are ISO strings, durations are
+  seconds, shares are 0..1. A figure whose name is free ends in its unit (`queue_age_p95_s`,
+  `kv_cache_share`, `output_tokens_per_s`); without one it is a plain number.
+- An `Interval` is an `Estimate` or its `to_json` form.
 """
 
 from __future__ import annotations
@@ -18,14 +17,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
+from speccheck.matrix import MatrixRow
 from speccheck.records import Decision, Estimate, Finding, Receipt
-
-# --- evidence: what stages hand over -------------------------------------------------------------
-#
-# Anything marked "optional part" may be left out, or be {"not_measured": "why"}; the packet then
-# says "not measured: why". Verdicts are words: pass, inconclusive, error, fail. Times of day are
-# ISO strings, durations are seconds, shares are 0..1. An `Interval` is an `Estimate` or its
-# `to_json` form.
 
 
 class NotMeasured(TypedDict):
@@ -63,22 +56,14 @@ class RunFacts(TypedDict, total=False):
     """speccheck, python, numpy, onnxruntime, vllm ...: name -> version."""
     machine: Mapping[str, Any]
     """cpu, cores, gpu, driver, os ...: whatever was captured."""
-    differences: Sequence[ArmDifference]
-    """What differs between the arms beside the speculative config. Left out: derived from arms."""
+    differences: Mapping[str, Sequence[Any]]
+    """`launch.differences`, the waived ones included: dotted key -> (target-only, speculative)."""
     waived: Sequence[str]
-    """Names (dotted keys) of differences that were waived in rollout.yaml."""
+    """The keys that rollout.yaml waives by name."""
     expires: str
     """When the decision ends by itself, or what makes it void (new model, engine, policy)."""
     override: str
     """A person's override of a decision, with the reason: shown at the top."""
-
-
-class ArmDifference(TypedDict):
-    """One key in which the arms differ."""
-
-    key: str
-    target_only: Any
-    speculative: Any
 
 
 class ArmFacts(TypedDict):
@@ -94,14 +79,17 @@ class ArmFacts(TypedDict):
 
 
 class ClientHealth(TypedDict):
-    """Whether our own client was in time. Any further number may be added.
+    """Whether our own client was in time: `asdict(drive.ClientHealth)`.
 
-    The name of a number ends in its unit: `send_lag_p99_s`, `loop_stall_max_s`, `cpu_share`;
-    without one it is a plain count.
+    Further numbers may be added, their names ending in their unit.
     """
 
-    verdict: str
-    why: str
+    valid: bool
+    reasons: Sequence[str]
+    """Why it was not in time; empty if it was."""
+    lag_p99_s: float | None
+    loop_stall_max_s: float | None
+    cpu_share: float | None
 
 
 class StageEvidence(TypedDict):
@@ -156,9 +144,10 @@ class Divergence(TypedDict):
     position: int
     """Index of the first differing output token, from 0."""
     gap: float | None
-    """logp(target's token) - logp(speculative token) under the target, nats; None: not in top k."""
-    label: str
-    """tie, near, violation, length or unknown."""
+    """logp(target's token) - logp(speculative token) under the target, nats; None: outside its
+    top k (a violation), or no answer (unknown)."""
+    kind: str
+    """tie, near, violation or unknown."""
     target_token: str
     speculative_token: str
 
@@ -173,8 +162,9 @@ class Divergences(TypedDict):
     ties: int
     near: int
     violations: int
-    tie_gap: float
-    """Largest gap that counts as a tie (tau), nats."""
+    unknown: int
+    tau: float | None
+    """Largest gap that counts as a tie, nats; None: no noise floor was measured."""
     cases: Sequence[Divergence]
     """The worst, not all."""
 
@@ -187,8 +177,12 @@ class NoiseFloor(TypedDict):
     diverged: int
     flipped: int
     """Cases whose check came out differently in the two target-only runs."""
-    gap_max: float | None
-    """Largest logprob gap at a divergence, nats."""
+    tau: float | None
+    """Largest change of the target's top-2 gap between two of its own computations, nats."""
+    positions: int
+    """Positions that tau was taken from."""
+    content_missed: float | None
+    """Share of positions that may move more, at 95 % confidence."""
     latency: Mapping[str, Interval]
     """Ratios run/run by metric name: ttft_p95, tpot_p95, e2e_p95 ..."""
 
@@ -366,6 +360,8 @@ class RunEvidence:
     stages: Mapping[str, Mapping[str, Any]]
     """`StageEvidence` by stage name; a stage that did not run is left out."""
     receipts: Sequence[Receipt]
-    matrix: Sequence[Any]
+    matrix: Sequence[MatrixRow]
     findings: Sequence[Finding]
     decisions: Sequence[Decision]
+    matrix_warnings: Sequence[str] = ()
+    """`Matrix.warnings`: what to beware of when reading the matrix."""

@@ -1,0 +1,184 @@
+"""Decisions, findings and stages: what was decided, by which rule, from which number."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from speccheck.packet import view
+from speccheck.packet.evidence import RunEvidence
+from speccheck.packet.parts import (
+    ARM_NAMES,
+    STAGES,
+    VERDICT_MARKS,
+    figures,
+    interval,
+    part_of,
+    verdict_mark,
+    words,
+)
+from speccheck.packet.service import METRICS
+from speccheck.packet.view import Figure, Mark, Missing
+from speccheck.records import Action, Decision, Finding, Receipt, Verdict
+
+ACTION_MARKS = {
+    Action.FALL_BACK: Mark("fall back", "✗", "bad"),
+    Action.HOLD: Mark("hold", "–", "unsure"),
+    Action.INCONCLUSIVE: Mark("inconclusive", "?", "unsure"),
+    Action.PROMOTE: Mark("promote", "✓", "good"),
+}
+"""Worst first: the order of routes and of the headline."""
+
+IN_TIME = Mark("in time", "✓", "good")
+LATE = Mark("late, run invalid", "!", "broken")
+NOT_RUN = Mark("not run", "·", "plain")
+
+
+def final_decisions(evidence: RunEvidence) -> list[Decision]:
+    """One decision per route, worst routes first.
+
+    Each stage decides on each route that reached it, and a later yes does not undo an earlier no:
+    the worst decision stands, the latest among equals.
+    """
+    order = list(ACTION_MARKS)
+    final: dict[str, Decision] = {}
+    for decision in sorted(evidence.decisions, key=lambda d: STAGES.index(d.stage)):
+        known = final.get(decision.route)
+        if known is None or order.index(decision.action) <= order.index(known.action):
+            final[decision.route] = decision
+    return sorted(final.values(), key=lambda d: (order.index(d.action), d.route))
+
+
+def route_line(decision: Decision) -> view.RouteLine:
+    """A decision as one line."""
+    return view.RouteLine(
+        route=decision.route,
+        mark=ACTION_MARKS[decision.action],
+        stage=decision.stage,
+        k=decision.k,
+        scope=decision.scope,
+        reason=decision.reason,
+    )
+
+
+def stage_line(name: str, stage: Mapping[str, Any] | None) -> view.StageLine:
+    """How one stage ended; None if it did not run."""
+    if stage is None:
+        why = Missing("the stage did not run")
+        return view.StageLine(name, NOT_RUN, ("this stage did not run",), "", "", (), why, ())
+    health = part_of(stage, "client_health", "the stage gave no client figures")
+    client: view.ClientLine | Missing
+    if isinstance(health, Missing):
+        client = health
+    else:
+        client = view.ClientLine(
+            mark=IN_TIME if health["valid"] else LATE,
+            why="; ".join(health["reasons"]),
+            figures=figures(health),
+        )
+    return view.StageLine(
+        name=name,
+        mark=verdict_mark(stage["verdict"]),
+        reasons=tuple(stage["reasons"]),
+        started=stage["started"],
+        finished=stage["finished"],
+        counts=tuple(Figure(words(key), n, "count") for key, n in stage["counts"].items()),
+        client=client,
+        notes=tuple(stage["notes"]),
+    )
+
+
+def route_findings(evidence: RunEvidence) -> tuple[view.RouteFindings, ...]:
+    """Per route, in the order of the decisions: all findings, worst first, dry runs last."""
+    receipts = {r.receipt_id: r for r in evidence.receipts}
+    final = final_decisions(evidence)
+    by_route: dict[str, dict[Any, Finding]] = {decision.route: {} for decision in final}
+    every = [f for decision in evidence.decisions for f in decision.findings]
+    for finding in [*every, *evidence.findings]:
+        key = (finding.rule, finding.stage, finding.cohort, finding.counted, finding.why)
+        by_route.setdefault(finding.route, {})[key] = finding
+    lines: dict[str, list[view.RouteLine]] = defaultdict(list)
+    for decision in sorted(evidence.decisions, key=lambda d: STAGES.index(d.stage)):
+        lines[decision.route].append(route_line(decision))
+    return tuple(
+        _of_route(
+            route,
+            lines[route],
+            sorted(
+                found.values(),
+                key=lambda f: (not f.counted, -f.verdict, f.rule, f.stage, f.cohort),
+            ),
+            receipts,
+        )
+        for route, found in by_route.items()
+    )
+
+
+def _of_route(
+    route: str,
+    decisions: Sequence[view.RouteLine],
+    findings: Sequence[Finding],
+    receipts: Mapping[str, Receipt],
+) -> view.RouteFindings:
+    counts = Counter(finding.verdict for finding in findings if finding.counted)
+    passed = [f for f in findings if f.verdict is Verdict.PASS and f.counted]
+    return view.RouteFindings(
+        route=route,
+        decisions=tuple(decisions),
+        counts=tuple(
+            Figure(verdict.word, counts[verdict], "count")
+            for verdict in reversed(Verdict)
+            if counts[verdict]
+        ),
+        open=tuple(
+            _finding_line(f, receipts)
+            for f in findings
+            if f.verdict is not Verdict.PASS or not f.counted
+        ),
+        passed=tuple(_finding_line(f, receipts) for f in passed),
+    )
+
+
+def _finding_line(finding: Finding, receipts: Mapping[str, Receipt]) -> view.FindingLine:
+    return view.FindingLine(
+        rule=finding.rule,
+        mark=VERDICT_MARKS[finding.verdict],
+        route=finding.route,
+        cohort=finding.cohort,
+        stage=finding.stage,
+        estimate=interval(finding.estimate, finding.unit, finding.why),
+        limit=finding.limit,
+        unit=finding.unit,
+        why=finding.why,
+        needed=finding.needed,
+        counted=finding.counted,
+        examples=tuple(_receipt_line(i, receipts.get(i)) for i in finding.examples),
+    )
+
+
+def _receipt_line(receipt_id: str, receipt: Receipt | None) -> view.ReceiptLine:
+    if receipt is None:
+        return view.ReceiptLine(
+            receipt_id, known=False, prompt_id="", arm="", outcome="", error="", figures=()
+        )
+    figures = [
+        Figure(metric, value, "s")
+        for metric, get in METRICS[:3]
+        if (value := get(receipt)) is not None
+    ]
+    counts = (
+        ("tokens", receipt.completion_tokens),
+        ("drafted", receipt.proposed_tokens),
+        ("accepted", receipt.accepted_tokens),
+    )
+    figures += [Figure(name, n, "count") for name, n in counts if n is not None]
+    return view.ReceiptLine(
+        receipt_id=receipt_id,
+        known=True,
+        prompt_id=receipt.prompt_id,
+        arm=ARM_NAMES.get(receipt.arm, receipt.arm),
+        outcome=receipt.outcome,
+        error=": ".join(t for t in (receipt.error_class, receipt.error_message) if t),
+        figures=tuple(figures),
+    )

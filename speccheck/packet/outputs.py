@@ -1,0 +1,182 @@
+"""Whether the server preserves outputs: regression cases and what else replay showed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import takewhile
+from typing import Any
+
+from speccheck import stats
+from speccheck.packet import view
+from speccheck.packet.evidence import RunEvidence
+from speccheck.packet.parts import (
+    each,
+    interval,
+    known,
+    part_of,
+    stage_evidence,
+    verdict_mark,
+    words,
+)
+from speccheck.packet.view import Figure, Missing
+from speccheck.records import Stage
+
+REGRESSION_LABELS = {
+    "real": "the target was not in doubt where the texts part",
+    "numerical_tie": "the texts part at a tie of the target's two best tokens",
+}
+
+
+def replay_view(evidence: RunEvidence) -> view.ReplayView | Missing:
+    """What replay showed, or why nothing is known."""
+    if Stage.REPLAY not in evidence.stages:
+        return Missing("the replay stage did not run")
+    part = stage_evidence(evidence, Stage.REPLAY)
+    cases = part_of(part, "cases", "replay checked no answers")
+    regressions = part_of(part, "regressions", "replay gave no regression cases")
+    found: tuple[view.Regression, ...] | Missing = (
+        regressions
+        if isinstance(regressions, Missing)
+        else tuple(_regression(i, case) for i, case in enumerate(regressions, 1))
+    )
+    return view.ReplayView(
+        cases=cases,
+        improvements=part_of(part, "improvements", "replay did not count the mirror case"),
+        bound=_bound(cases, found),
+        regressions=found,
+        quality=each(part, "quality", "no task was graded", _quality),
+        divergences=_divergences(part),
+        noise_floor=_noise_floor(part),
+        lossless=each(part, "lossless", "no distribution test was run", _lossless),
+        features=each(part, "features", "no server feature was checked", _feature),
+    )
+
+
+def _bound(
+    cases: int | Missing, regressions: tuple[view.Regression, ...] | Missing
+) -> Figure | Missing:
+    """What "no regressions" leaves open: the largest true rate that n clean cases allow."""
+    if isinstance(cases, Missing):
+        return cases
+    if isinstance(regressions, Missing):
+        return regressions
+    if regressions:
+        return Missing("regressions were found")
+    return Figure("largest true rate", stats.zero_events_bound(cases), "share")
+
+
+def _regression(number: int, case: Mapping[str, Any]) -> view.Regression:
+    divergence = part_of(case, "divergence", "not attributed")
+    return view.Regression(
+        number=number,
+        prompt_id=case["prompt_id"],
+        route=case["route"],
+        task=case["task"],
+        phase=case["phase"],
+        label=words(case["label"]),
+        meaning=REGRESSION_LABELS.get(case["label"], ""),
+        check=case["check"],
+        reason=case["reason"],
+        runs=case["runs"],
+        target_passes=case["target_passes"],
+        speculative_passes=case["speculative_passes"],
+        prompt=case["prompt"],
+        target_text=case["target_text"],
+        speculative_text=case["speculative_text"],
+        common_chars=_common(case["target_text"], case["speculative_text"]),
+        receipts=tuple(case["receipts"]),
+        divergence=divergence if isinstance(divergence, Missing) else _divergence(divergence),
+    )
+
+
+def _common(a: str, b: str) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def _divergence(case: Mapping[str, Any]) -> view.DivergenceLine:
+    why = "outside the target's top k" if case["kind"] == "violation" else "the target gave no gap"
+    return view.DivergenceLine(
+        prompt_id=case["prompt_id"],
+        route=case["route"],
+        position=case["position"],
+        gap=known(case["gap"], why, "nats"),
+        kind=case["kind"],
+        target_token=case["target_token"],
+        speculative_token=case["speculative_token"],
+    )
+
+
+def _quality(task: Mapping[str, Any]) -> view.QualityLine:
+    return view.QualityLine(
+        task=task["task"],
+        n=task["n"],
+        target_passes=task["target_passes"],
+        speculative_passes=task["speculative_passes"],
+        lost=task["lost"],
+        gained=task["gained"],
+        mcnemar_p=known(task["mcnemar_p"], "nothing differed", "p"),
+        difference=interval(task["difference"], "share", "no pair was graded"),
+        margin=task["margin"],
+        mark=verdict_mark(task["verdict"]),
+        why=task["why"],
+    )
+
+
+def _divergences(part: Mapping[str, Any]) -> view.DivergencesView | Missing:
+    found = part_of(part, "divergences", "greedy outputs were not compared token by token")
+    if isinstance(found, Missing):
+        return found
+    return view.DivergencesView(
+        pairs=found["pairs"],
+        tokens=found["tokens"],
+        diverged=found["diverged"],
+        ties=found["ties"],
+        near=found["near"],
+        violations=found["violations"],
+        unknown=found["unknown"],
+        tau=known(found["tau"], "no noise floor was measured", "nats"),
+        cases=tuple(_divergence(case) for case in found["cases"]),
+    )
+
+
+def _noise_floor(part: Mapping[str, Any]) -> view.NoiseFloorView | Missing:
+    found = part_of(part, "noise_floor", "no A/A control was run")
+    if isinstance(found, Missing):
+        return found
+    return view.NoiseFloorView(
+        pairs=found["pairs"],
+        tokens=found["tokens"],
+        diverged=found["diverged"],
+        flipped=found["flipped"],
+        tau=known(found["tau"], "no gap was probed", "nats"),
+        positions=found["positions"],
+        content_missed=known(found["content_missed"], "no gap was probed", "share"),
+        latency=tuple(
+            view.RatioLine(words(name), interval(ratio, "ratio", "not estimated"))
+            for name, ratio in found["latency"].items()
+        ),
+    )
+
+
+def _lossless(test: Mapping[str, Any]) -> view.LosslessLine:
+    return view.LosslessLine(
+        name=test["name"],
+        n=test["n"],
+        unit=test["unit"],
+        statistic=known(test["statistic"], "not computed", "number"),
+        p_value=known(test["p_value"], "not computed", "p"),
+        limit=test["limit"],
+        mark=verdict_mark(test["verdict"]),
+        why=test["why"],
+    )
+
+
+def _feature(check: Mapping[str, Any]) -> view.FeatureLine:
+    return view.FeatureLine(
+        feature=check["feature"],
+        n=check["n"],
+        target_ok=check["target_ok"],
+        speculative_ok=check["speculative_ok"],
+        mark=verdict_mark(check["verdict"]),
+        why=check["why"],
+    )
