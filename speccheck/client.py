@@ -39,6 +39,9 @@ MAX_EVENT_BYTES = 32 * 2**20
 _MESSAGE_CHARS = 500
 """Servers quote the request in their errors: enough to act on, not enough to keep a prompt."""
 
+_MAX_COUNT = 2**53
+"""What is no smaller is no count, and would not fit the store."""
+
 _UNSUPPORTED = re.compile(
     r"not (?:yet )?support|unsupported|unrecognized|unknown (?:param|field|arg)|extra inputs"
     r"|not (?:permitted|allowed|implemented)|unexpected (?:param|field|keyword)",
@@ -491,8 +494,8 @@ class _Stream:
         content = delta.get("content")
         has_output = False
         if ids:
-            if set(map(type, ids)) != {int}:
-                raise TypeError("token_ids are not integers")
+            if set(map(type, ids)) != {int} or not 0 <= min(ids) <= max(ids) < _MAX_COUNT:
+                raise TypeError("token_ids are not token ids")
             self.token_ids += ids
             self.last_ids_ns = at_ns
             if self.first_ids_ns is None:
@@ -959,18 +962,20 @@ def _redact(message: str, api_key: str | None) -> str:
 
 
 def _whole(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+    count = _count(value)
+    if count is None:
         raise ValueError(f"{value!r} is not a count")
-    return value
+    return count
 
 
 def _count(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_whole and 0 <= value < _MAX_COUNT else None
 
 
 def _number(value: Any) -> float | None:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return float(value) if is_number else None
+    return float(value) if is_number and abs(value) < _MAX_COUNT else None
 
 
 def _text(value: Any) -> str | None:

@@ -256,7 +256,8 @@ CREATE TABLE samples (
     at_ns BIGINT NOT NULL,             -- monotonic clock of receipts
     name VARCHAR NOT NULL,             -- series, as in /metrics
     labels VARCHAR NOT NULL,           -- JSON
-    value DOUBLE NOT NULL              -- as read
+    value DOUBLE NOT NULL,             -- as read
+    PRIMARY KEY (run_id, arm, at_ns, name, labels)
 );
 """
 
@@ -1066,7 +1067,9 @@ def _plain_array(found: Any) -> NDArray[Any]:
         return np.ma.filled(array.astype(np.float64), np.nan)
     if array.dtype.kind == "b" and not np.ma.is_masked(array):
         return np.asarray(array)
-    return np.asarray(np.ma.filled(array.astype(object), None), dtype=object)
+    plain: NDArray[Any] = np.asarray(array.data, dtype=object).copy()
+    plain[np.ma.getmaskarray(array)] = None
+    return plain
 
 
 # --- SQL parts ----------------------------------------------------------------------------------
@@ -1108,17 +1111,25 @@ def _plain_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except duckdb.Error as error:
-        raise StoreError(f"{path}: {_explain(str(error))}") from error
+        known = _explain(str(error))
+        if known is None and isinstance(error, duckdb.ProgrammingError):
+            raise  # wrong SQL is a bug of ours and keeps its traceback
+        raise StoreError(f"{path}: {known or _first_line(str(error))}") from error
     except OSError as error:
-        raise StoreError(f"{path}: {_explain(f'{error.strerror}: {error}')}") from error
+        known = _explain(f"{error.strerror}: {error}")
+        raise StoreError(f"{path}: {known or error.strerror}") from error
 
 
-def _explain(message: str) -> str:
-    first = " ".join(message.split("\n", 1)[0].split())
+def _explain(message: str) -> str | None:
+    """What to tell the user instead, where the cause is known."""
     for pattern, text in _CAUSES:
         if found := re.search(pattern, message, re.IGNORECASE):
-            return text.format(*found.groups(), first=first)
-    return first
+            return text.format(*found.groups(), first=_first_line(message))
+    return None
+
+
+def _first_line(message: str) -> str:
+    return " ".join(message.split("\n", 1)[0].split())
 
 
 _CAUSES = (
