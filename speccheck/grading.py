@@ -313,7 +313,7 @@ def _json(check: Mapping[str, Any], text: str) -> Grade:
 def _json_schema(check: Mapping[str, Any], text: str) -> Grade:
     """The whole answer is one JSON value, valid against `schema`, equal to `expect` where given."""
     import jsonschema
-    import referencing
+    import referencing.exceptions
 
     schema = _need(check, "schema")
     try:
@@ -327,6 +327,8 @@ def _json_schema(check: Mapping[str, Any], text: str) -> Grade:
     validator = jsonschema.Draft202012Validator(schema, registry=referencing.Registry())
     try:
         breach = jsonschema.exceptions.best_match(validator.iter_errors(value))
+    except referencing.exceptions.Unresolvable as error:
+        raise UsageError(f"check schema has a broken reference: {_shown(error)}") from None
     except RecursionError:
         return _failed("nested too deeply")
     if breach is not None:
@@ -411,7 +413,9 @@ def _sql(check: Mapping[str, Any], text: str) -> Grade:
     expected, problem = _rows(str(_need(check, "setup")), gold)
     if problem:
         raise UsageError(f"check of kind 'sql': setup or gold query fails: {problem}")
-    found, problem = _rows(str(check["setup"]), _unfenced(text))
+    # A lone surrogate (half a character that a model may emit) has no UTF-8 form.
+    query = _unfenced(text).encode(errors="replace").decode()
+    found, problem = _rows(str(check["setup"]), query)
     if problem:
         return _failed(problem)
     ordered = re.search(r"\border\s+by\b", gold, re.IGNORECASE) is not None
