@@ -148,6 +148,8 @@ class Completion:
     text: str
     finish_reason: str | None
     prompt_logprobs: tuple[TokenLogprob | None, ...]
+    logprobs: tuple[Mapping[int, float], ...] = ()
+    """Per generated position, as it was decoded: token id -> logprob of the top k."""
 
 
 # --- sending ------------------------------------------------------------------------------------
@@ -284,6 +286,7 @@ async def complete(
     max_tokens: int = 1,
     temperature: float = 0.0,
     prompt_logprobs: int | None = None,
+    logprobs: int | None = None,
     timeout_s: float = 600.0,
     api_key: str | None = None,
     extra: Mapping[str, Any] | None = None,
@@ -291,7 +294,8 @@ async def complete(
     """Continue a prompt given as token ids through `/v1/completions`, not streamed.
 
     With `prompt_logprobs` = k the server scores the prompt itself (teacher forcing): at each
-    position the top k, and the logprob and rank of the token that is there.
+    position the top k, and the logprob and rank of the token that is there. With `logprobs` = k
+    the answer's own positions come with their top k.
 
     Raises:
         EngineError: where the server does not answer, refuses, or sends something else.
@@ -303,6 +307,7 @@ async def complete(
         "temperature": temperature,
         "return_token_ids": True,
         **({} if prompt_logprobs is None else {"prompt_logprobs": prompt_logprobs}),
+        **({} if logprobs is None else {"logprobs": logprobs, "return_tokens_as_token_ids": True}),
         **(extra or {}),
     }
     url = api_url(base_url, "/v1/completions")
@@ -336,6 +341,10 @@ async def complete(
             prompt_logprobs=tuple(
                 None if entry is None else _token_logprob(token, entry)
                 for token, entry in zip(token_ids, scored, strict=False)
+            ),
+            logprobs=tuple(
+                {int(name.removeprefix("token_id:")): float(value) for name, value in top.items()}
+                for top in (choice.get("logprobs") or {}).get("top_logprobs") or ()
             ),
         )
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:

@@ -214,9 +214,10 @@ class CanaryConfig(Model):
 
     shares: tuple[Share, ...] = (0.05, 0.25, 0.5)
     requests_per_step: Positive = 400
+    rate_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 8.0
     look_every: Positive = 50
     """Receipts between two looks at the guardrails."""
-    concurrency: Positive = 8
+    max_in_flight: Positive = 64
 
     @field_validator("shares")
     @classmethod
@@ -269,6 +270,8 @@ class Rollout(Model):
     """The speculative config, in vLLM's own words (`--speculative-config`)."""
     corpus: CorpusConfig = CorpusConfig()
     guardrails: str = PACKAGED
+    warm_up: Count = 8
+    """Requests per arm that are driven before a stage measures, and never estimated from."""
     fixture: FixtureConfig = FixtureConfig()
     replay: ReplayConfig = ReplayConfig()
     shadow: ShadowConfig = ShadowConfig()
@@ -337,6 +340,26 @@ def load_guardrails(path: Path, routes: tuple[Route, ...] = ()) -> Guardrails:
 def resolve(path: str, beside: Path, packaged: Path) -> Path:
     """A path written in the file `beside`: `packaged`, or relative to that file."""
     return packaged if path == PACKAGED else (beside.parent / path)
+
+
+def write_example(folder: Path, name: str, *, overwrite: bool = False) -> list[Path]:
+    """Write a packaged rollout (as rollout.yaml) and guardrails.yaml into a folder.
+
+    Raises:
+        UsageError: a file is there already, or the folder cannot be written.
+    """
+    source = package_dir("rules")
+    wanted = {"rollout.yaml": source / name, "guardrails.yaml": source / "guardrails.yaml"}
+    there = [folder / target for target in wanted if (folder / target).exists()]
+    if there and not overwrite:
+        raise UsageError(f"{there[0]}: is there already; --force overwrites it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for target, origin in wanted.items():
+            (folder / target).write_bytes(origin.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{folder}: cannot be written ({error.strerror})") from None
+    return [folder / target for target in wanted]
 
 
 # --- YAML with line numbers ---------------------------------------------------------------------

@@ -121,6 +121,26 @@ def _scope(failed: Sequence[Finding], decisive: Sequence[Finding]) -> str:
     return text
 
 
+# --- several stages, one answer per route -------------------------------------------------------
+
+_WORST_FIRST = (Action.FALL_BACK, Action.HOLD, Action.INCONCLUSIVE, Action.PROMOTE)
+
+
+def final(decisions: Sequence[Decision]) -> list[Decision]:
+    """One decision per route, worst routes first.
+
+    Each stage decides on each route that reached it, and a later yes does not undo an earlier no:
+    the worst decision stands, the latest stage among equals.
+    """
+    order = list(Stage)
+    found: dict[str, Decision] = {}
+    for made in sorted(decisions, key=lambda d: order.index(Stage(d.stage))):
+        known = found.get(made.route)
+        if known is None or _WORST_FIRST.index(made.action) <= _WORST_FIRST.index(known.action):
+            found[made.route] = made
+    return sorted(found.values(), key=lambda d: (_WORST_FIRST.index(d.action), d.route))
+
+
 # --- one decision, many forms -------------------------------------------------------------------
 
 

@@ -1,0 +1,234 @@
+"""The canary's plan, and the guard that watches a route while it runs.
+
+The guard looks at the guardrails each `look_every` receipts, beside the load loop. Looks are fixed
+beforehand and share the level of failing between them (Bonferroni), so that looking often does not
+alarm more often. A rule that fails turns speculation off for the route at once: the decision is
+written with its rule, value, interval and limit, and every later request of the route goes to
+target-only. It stays off: nothing here promotes again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from speccheck import guardrails, matrix, plan
+from speccheck.config import Route
+from speccheck.context import RunContext
+from speccheck.records import (
+    Action,
+    Arm,
+    Decision,
+    Finding,
+    Measurement,
+    PlannedRequest,
+    Receipt,
+    Sampler,
+    Stage,
+    Verdict,
+)
+
+POOLED = ("error_rate", "unsupported_requests")
+"""Metrics of the canary that are taken over all stages of the run, see `over_all_stages`."""
+
+Judge = Callable[[Sequence[Measurement], float], Sequence[Finding]]
+"""Measurements and a level of failing to findings, for one route."""
+
+
+def plan_step(run: RunContext, route: Route, step: int, share: float) -> list[PlannedRequest]:
+    """One step: Poisson arrivals, a sticky share of the keys on the speculative arm."""
+    settings = run.rollout.canary
+    traffic = route.traffic("canary")
+    rng = run.rng("canary", route.name, step)
+    phase = plan.Phase(
+        run.run_id,
+        Stage.CANARY,
+        phase_name(route.name, step),
+        Sampler(temperature=traffic.temperature, top_p=traffic.top_p),
+        concurrency=settings.max_in_flight,
+        max_tokens=traffic.max_tokens,
+    )
+    prompts = run.prompts(route, traffic)
+    offsets = plan.poisson_offsets(settings.requests_per_step, settings.rate_per_s, rng)
+    # The order of the prompts must not change between steps, or the same key would not come again.
+    order = run.rng("canary-order", route.name)
+    return plan.canary(phase, prompts, offsets, rng=order, share=share, salt=run.run_id)
+
+
+def phase_name(route: str, step: int) -> str:
+    """Phase of the receipts of one step."""
+    return f"{route}-step-{step + 1}"
+
+
+def planned_looks(run: RunContext) -> int:
+    """How often a route is looked at, at most; the level of failing is shared between them."""
+    settings = run.rollout.canary
+    return max(1, len(settings.shares) * settings.requests_per_step // settings.look_every)
+
+
+class Guard:
+    """Watches one route of the canary. Its callbacks run on the load loop and only take notes;
+    the looking itself happens in a thread of its own, so that it never delays a timestamp.
+    """
+
+    def __init__(self, run: RunContext, route: Route, judge: Judge) -> None:
+        self._run = run
+        self._route = route.name
+        self._judge = judge
+        self._alpha = guardrails.ALPHA_FAIL / planned_looks(run)
+        self._receipts: list[Receipt] = list(
+            run.store.receipts(run.run_id, stage=Stage.CANARY, route=route.name, warm_up=False)
+        )
+        self._unseen = 0
+        self._lock = threading.Lock()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="guard")
+        self._pending: list[Future[None]] = []
+        self.looks: list[dict[str, Any]] = []
+        self.decision: Decision | None = None
+        """The fallback, once it has happened (also in an earlier process of this run)."""
+        self.fell_back_ns: int | None = None
+        for kept in run.store.decisions(run.run_id, route.name):
+            if (kept.decision.stage, kept.decision.action) == (Stage.CANARY, Action.FALL_BACK):
+                self.decision = kept.decision
+
+    def receipt(self, receipt: Receipt) -> None:
+        """Take note of a finished request; start a look when enough have come."""
+        self._receipts.append(receipt)
+        self._unseen += 1
+        if self._unseen >= self._run.rollout.canary.look_every and self.decision is None:
+            self._unseen = 0
+            self._pending.append(self._pool.submit(self._look, tuple(self._receipts)))
+
+    def decide(self, request: PlannedRequest) -> PlannedRequest:
+        """The last word before a request goes out: to target-only once the route fell back."""
+        if self.decision is None or request.arm is Arm.TARGET_ONLY:
+            return request
+        return plan.reroute(request, f"route fell back: {self.decision.findings[0].rule}")
+
+    def close(self) -> None:
+        """Wait for looks that are under way.
+
+        Raises:
+            SpeccheckError: a look could not be taken.
+        """
+        self._pool.shutdown(wait=True)
+        for look in self._pending:
+            look.result()
+
+    def _look(self, receipts: Sequence[Receipt]) -> None:
+        measured = matrix.measure_route(
+            receipts,
+            stage=Stage.CANARY,
+            route=self._route,
+            rng=self._run.rng("look", self._route, len(receipts)),
+        )
+        findings = self._judge(measured, self._alpha)
+        self.looks += [
+            {
+                "rule": f.rule,
+                "n": f.estimate.n if f.estimate is not None else 0,
+                "estimate": f.estimate,
+                "limit": f.limit,
+                "unit": f.unit,
+                "verdict": f.verdict.word,
+            }
+            for f in findings
+            if f.cohort == ""
+        ]
+        broken = [
+            f
+            for f in findings
+            if f.verdict is Verdict.FAIL and f.counted and not guardrails.RULES[f.rule].pays
+        ]
+        if not broken or self.decision is not None:
+            return
+        self.decision = Decision(
+            route=self._route,
+            action=Action.FALL_BACK,
+            stage=Stage.CANARY,
+            reason=f"speculation was turned off in mid-stage: {broken[0].why}",
+            findings=tuple(broken),
+        )
+        self.fell_back_ns = time.perf_counter_ns()
+        self._run.store.append_decision(
+            self._run.run_id, self.decision, decided_at_ns=time.time_ns()
+        )
+        self._run.report.line(f"  {self._route}: fell back: {broken[0].why}")
+
+
+# --- evidence -----------------------------------------------------------------------------------
+
+
+def steps_evidence(
+    run: RunContext, route: str, guard: Guard, receipts: Sequence[Receipt], origin_ns: int
+) -> list[dict[str, Any]]:
+    """`packet.CanaryStep` for each step that sent anything."""
+    rows = []
+    for step, share in enumerate(run.rollout.canary.shares):
+        mine = [r for r in receipts if r.phase == phase_name(route, step)]
+        if not mine:
+            continue
+        moved = sum(r.decision == "fell_back" for r in mine)
+        rows.append(
+            {
+                "step": f"{route}, step {step + 1}",
+                "route": route,
+                "share": share,
+                "started_s": (min(r.scheduled_ns for r in mine) - origin_ns) / 1e9,
+                "ended_s": (max(r.done_ns or r.scheduled_ns for r in mine) - origin_ns) / 1e9,
+                "speculative_n": sum(r.arm == Arm.SPECULATIVE for r in mine),
+                "target_n": sum(r.arm == Arm.TARGET_ONLY for r in mine),
+                "verdict": "fail" if moved else "pass",
+                "why": f"the route fell back; {moved} requests went to target-only instead"
+                if moved
+                else "no guardrail failed",
+                "looks": guard.looks if step == 0 else [],
+            }
+        )
+    return rows
+
+
+def event_evidence(
+    run: RunContext, guard: Guard, receipts: Sequence[Receipt], origin_ns: int
+) -> list[dict[str, Any]]:
+    """`packet.CanaryEvent`: the fallback of one route, if it fell back."""
+    if guard.decision is None:
+        return []
+    moved = [r.scheduled_ns for r in receipts if r.decision == "fell_back"]
+    last = max((r.done_ns or r.scheduled_ns for r in receipts), default=origin_ns)
+    at_ns = guard.fell_back_ns or min(moved, default=last)
+    finding = guard.decision.findings[0]
+    return [
+        {
+            "at_s": (at_ns - origin_ns) / 1e9,
+            "kind": "fall_back",
+            "route": guard.decision.route,
+            "text": finding.why,
+            "rule": finding.rule,
+            "action": run.guardrails.speculative_decoding_guardrails.fallback_action,
+            "handed_over": 0,
+        }
+    ]
+
+
+def over_all_stages(run: RunContext, route: str) -> list[Measurement]:
+    """Errors and refusals of a route's speculative requests in every stage of this run.
+
+    A rate of 1 % takes some 300 requests to certify, more than one stage sends to a small route.
+    """
+    receipts = [
+        replace(r, stage=Stage.CANARY)
+        for r in run.store.receipts(run.run_id, route=route, warm_up=False)
+    ]
+    measured = matrix.measure_route(
+        receipts, stage=Stage.CANARY, route=route, rng=run.rng("errors", route)
+    )
+    return [
+        replace(m, note=f"{m.note}; replay, shadow and canary together".removeprefix("; "))
+        for m in measured
+        if m.metric in POOLED and m.cohort == ""
+    ]

@@ -1,0 +1,289 @@
+"""One run: opened, resumed, driven and closed.
+
+A run is named by a digest of everything that was decided before its first request: rollout, rules,
+corpus and seed. So the same command comes back to the same run and sends only what is missing,
+and a changed rule is another run. What is needed while it goes on (prompts per route, the two
+arms, the store, progress) is held here, so that a stage can be read as plan, drive, store,
+estimate, judge, decide.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from speccheck import __version__, launch, store
+from speccheck.config import (
+    Guardrails,
+    Rollout,
+    Route,
+    Traffic,
+    load_guardrails,
+    load_rollout,
+    package_dir,
+    resolve,
+)
+from speccheck.corpus import Corpus, load_corpus
+from speccheck.drive import ClientHealth, Endpoint, MonotonicClock, Written, drive
+from speccheck.errors import StoreError, UsageError
+from speccheck.plan import remaining
+from speccheck.records import Arm, PlannedRequest, Prompt, Receipt, Stage, digest
+
+STORE_NAME = "receipts.duckdb"
+EVERY_TASK = "*"
+PROTECTED = "protected"
+"""Name of the class of traffic that speculation must never delay; no route may be called so."""
+
+
+class Reporter(Protocol):
+    """Where progress goes."""
+
+    def line(self, text: str) -> None:
+        """One line."""
+
+    def stage(self, stage: Stage, text: str) -> None:
+        """A stage begins."""
+
+    def phase(self, label: str, total: int) -> AbstractContextManager[None]:
+        """A part of a stage that sends `total` requests."""
+
+    def receipt(self, receipt: Receipt) -> None:
+        """A request of the current phase is finished."""
+
+
+@dataclass
+class RunContext:
+    """An open run. Made by `open_run`, closed with it."""
+
+    path: Path
+    rollout: Rollout
+    guardrails: Guardrails
+    corpus: Corpus
+    store: store.Store
+    run_id: str
+    out: Path
+    report: Reporter
+    health: list[ClientHealth] = field(default_factory=list)
+    """Of every drive since the stage began; a stage empties it when it starts."""
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _arms: launch.Arms | None = None
+
+    def arms(self) -> launch.Arms:
+        """The running pair; started at the first call, stopped when the run closes.
+
+        Raises:
+            EngineError: a server does not start or answer.
+            UsageError: this run was begun on another engine or configuration.
+        """
+        if self._arms is None:
+            self.report.line("  starting the two servers")
+            pair = self._stack.enter_context(launch.arms(self.rollout, self.out / "logs"))
+            for arm in pair:
+                known = {
+                    a.engine_config_id for a in self.store.arms(self.run_id) if a.arm == arm.arm
+                }
+                if known and arm.engine_config_id not in known:
+                    raise UsageError(
+                        f"{self.out}: this run was begun on another {arm.arm} engine or "
+                        "configuration; measure it anew with --again"
+                    )
+                self.store.put_arm(self.run_id, arm)
+            self._arms = pair
+        return self._arms
+
+    def endpoints(self) -> dict[Arm, Endpoint]:
+        """Where the load loop reaches each arm."""
+        pair = self.arms()
+        return {
+            arm.arm: Endpoint(
+                description=arm,
+                policy_version=self.rollout.policy_version,
+                served_model=arm.model,
+                api_key=pair.api_key,
+            )
+            for arm in pair
+        }
+
+    def drive(
+        self,
+        label: str,
+        plan: Sequence[PlannedRequest],
+        *,
+        workers: Literal["per_arm", "shared"] = "per_arm",
+        on_receipt: Callable[[Receipt], None] | None = None,
+        should_send: Callable[[PlannedRequest], PlannedRequest | None] | None = None,
+    ) -> None:
+        """Send what this run has not sent yet; every receipt is in the store afterwards.
+
+        Raises:
+            EngineError: an arm cannot be reached.
+            StoreError: receipts cannot be written.
+        """
+        stages = {request.stage for request in plan}
+        done = {key for stage in stages for key in self.store.done_keys(self.run_id, stage)}
+        left = remaining(plan, self.run_id, done)
+        if not any(not request.warm_up for request in left):
+            left = []
+
+        def finished(receipt: Receipt) -> None:
+            self.report.receipt(receipt)
+            if on_receipt is not None:
+                on_receipt(receipt)
+
+        def write(batch: Sequence[Written]) -> None:
+            self.store.append_receipts(batch)
+
+        with self.report.phase(label, len(left)):
+            if not left:
+                return
+            report = asyncio.run(
+                drive(
+                    left,
+                    self.endpoints(),
+                    clock=MonotonicClock(),
+                    run_id=self.run_id,
+                    write=write,
+                    on_receipt=finished,
+                    should_send=should_send,
+                    workers=workers,
+                    give_up_after=20,
+                )
+            )
+        self.health.append(report.health)
+
+    def rng(self, *names: object) -> np.random.Generator:
+        """The generator of one named part of the run: same run, same name, same numbers."""
+        parts = [zlib.crc32(str(name).encode()) for name in names]
+        return np.random.default_rng([self.rollout.seed, *parts])
+
+    def prompts(self, route: Route, traffic: Traffic | None = None) -> tuple[Prompt, ...]:
+        """Corpus prompts of a route (or of its traffic in one stage), see `route_prompts`."""
+        return route_prompts(self.path, self.corpus, route, traffic)
+
+    def protected_prompts(self) -> tuple[Prompt, ...]:
+        """The protected traffic: prompts of that priority, or of the tasks the rollout names."""
+        tasks = self.rollout.protected_tasks
+        return tuple(
+            replace(prompt, route=PROTECTED, priority=PROTECTED)
+            for prompt in self.corpus.prompts
+            if (prompt.priority == PROTECTED if tasks is None else _has_task(prompt, tasks))
+        )
+
+    def differences(self) -> dict[str, tuple[Any, Any]]:
+        """What differs between the arms beside speculation and was not waived."""
+        found = launch.differences(self.arms())
+        return {name: pair for name, pair in found.items() if name not in self.rollout.waive}
+
+
+def route_prompts(
+    path: Path, corpus: Corpus, route: Route, traffic: Traffic | None = None
+) -> tuple[Prompt, ...]:
+    """Corpus prompts of a route (or of its traffic in one stage), labelled with its name.
+
+    Protected prompts are left out: they are the traffic that is measured beside the route.
+
+    Raises:
+        UsageError: no prompt of the corpus fits; `path` is the rollout that it names.
+    """
+    tasks = (traffic or route).tasks or route.tasks
+    found = tuple(
+        replace(prompt, route=route.name)
+        for prompt in corpus.prompts
+        if prompt.priority != PROTECTED
+        and (prompt.route == route.name if tasks is None else _has_task(prompt, tasks))
+    )
+    if not found:
+        wanted = "whose route is this one" if tasks is None else f"of task {', '.join(tasks)}"
+        known = ", ".join(sorted({prompt.task for prompt in corpus.prompts}))
+        raise UsageError(
+            f"{path}: route {route.name}: the corpus has no prompt {wanted} "
+            f"(its tasks: {known}); name its tasks, or [{EVERY_TASK!r}] for all"
+        )
+    return found
+
+
+def _has_task(prompt: Prompt, tasks: Sequence[str]) -> bool:
+    return EVERY_TASK in tasks or prompt.task in tasks
+
+
+def read_rollout(path: Path) -> tuple[Rollout, Guardrails, Corpus]:
+    """A rollout with its rules and prompts, all checked.
+
+    Raises:
+        UsageError: with file and line.
+    """
+    rollout = load_rollout(path)
+    if any(route.name == PROTECTED for route in rollout.routes):
+        raise UsageError(f"{path}: a route may not be called {PROTECTED!r}: that word is taken")
+    rules = resolve(rollout.guardrails, path, package_dir("rules") / "guardrails.yaml")
+    guardrails = load_guardrails(rules, rollout.routes)
+    paths: list[Path] = []
+    for entry in rollout.corpus.paths:
+        packaged = entry == "packaged"
+        paths += (
+            sorted(package_dir("corpora").glob("*.jsonl")) if packaged else [path.parent / entry]
+        )
+    corpus = load_corpus(paths, format=rollout.corpus.format)
+    if rollout.corpus.limit_per_task is not None:
+        corpus = corpus.limited(rollout.corpus.limit_per_task)
+    return rollout, guardrails, corpus
+
+
+@contextmanager
+def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterator[RunContext]:
+    """Open the run that a rollout file names, in `out`; begin it where it is new.
+
+    Args:
+        path: rollout.yaml.
+        out: folder for the store, the servers' logs and the packet; made if it does not exist.
+        report: where progress goes.
+        fresh: measure anew although the run exists: a new generation of it.
+
+    Raises:
+        UsageError: the rollout, its rules or its corpus are wrong.
+        StoreError: the folder or the store cannot be written.
+    """
+    rollout, guardrails, corpus = read_rollout(path)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"{out}: cannot be made ({error.strerror}); choose another --out"
+        ) from None
+    config = {
+        "rollout": rollout.model_dump(mode="json"),
+        "guardrails": guardrails.model_dump(mode="json"),
+        "speccheck": __version__,
+    }
+    with store.Store.open(out / STORE_NAME) as opened:
+        identity = [config, corpus.digest]
+        known = {run.run_id for run in opened.runs()}
+        generation = 0
+        while digest("run", [*identity, generation + 1]) in known:
+            generation += 1
+        if fresh and digest("run", [*identity, generation]) in known:
+            generation += 1
+        run_id = digest("run", [*identity, generation])
+        now = time.time_ns()
+        begun = store.Run(
+            run_id=run_id,
+            created_at_ns=now,
+            seed=rollout.seed,
+            corpus_digest=corpus.digest,
+            rules_digest=digest("rules", config["guardrails"]),
+            config={**config, "generation": generation, "machine": launch.machine()},
+        )
+        if run_id in known:
+            begun = opened.run(run_id)
+        opened.begin_run(begun, wall_ns=now, clock_ns=time.perf_counter_ns())
+        context = RunContext(path, rollout, guardrails, corpus, opened, run_id, out, report)
+        with context._stack:  # noqa: SLF001 (ours)
+            yield context

@@ -1,0 +1,260 @@
+"""From the store to what a person or a pipeline is told: decisions, exit code, packet.
+
+Everything here is derived from what stages wrote, so it can be asked again at any time, also from
+another process after the run. Text, JSON, JUnit, the packet and the exit code come from the same
+list of decisions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from speccheck import decision, launch, matrix, packet
+from speccheck.context import STORE_NAME
+from speccheck.errors import ExitCode, StoreError, UsageError
+from speccheck.records import (
+    Action,
+    Answer,
+    Arm,
+    ArmDescription,
+    Decision,
+    Receipt,
+    Stage,
+    Verdict,
+    to_json,
+)
+from speccheck.store import RecordedDecision, StageResult, Store
+
+_CODES = {
+    Verdict.PASS: ExitCode.PASS,
+    Verdict.INCONCLUSIVE: ExitCode.INCONCLUSIVE,
+    Verdict.ERROR: ExitCode.COULD_NOT_JUDGE,
+    Verdict.FAIL: ExitCode.JUDGED_BAD,
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What is told at the end of a command."""
+
+    run_id: str
+    stages: Mapping[str, StageResult]
+    """Stages that the command is about, by name."""
+    decisions: tuple[Decision, ...]
+    """One per route."""
+    exit_code: ExitCode
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "run_id": self.run_id,
+            "exit_code": int(self.exit_code),
+            "exit_meaning": self.exit_code.meaning,
+            "stages": {
+                name: {
+                    "verdict": result.verdict.word,
+                    "reasons": result.evidence["reasons"],
+                    "counts": result.evidence["counts"],
+                    "client_health": result.evidence["client_health"],
+                }
+                for name, result in self.stages.items()
+            },
+            "decisions": [to_json(made) for made in self.decisions],
+        }
+
+
+@dataclass(frozen=True)
+class WrittenPacket:
+    """The packet's files, by name, and whether it is whole."""
+
+    files: Mapping[str, Path]
+    missing: tuple[str, ...]
+    """Views that are not there."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return {
+            "files": {name: str(path) for name, path in self.files.items()},
+            "complete": not self.missing,
+            "missing": list(self.missing),
+        }
+
+
+# --- finding a run ------------------------------------------------------------------------------
+
+
+@contextmanager
+def open_store(out: Path) -> Iterator[Store]:
+    """The store of a run's folder, to read.
+
+    Raises:
+        StoreError: there is none, or another process holds it.
+    """
+    path = out / STORE_NAME
+    if not path.exists():
+        raise StoreError(f"{path}: no receipts there; run a stage first, or give the --out of one")
+    with Store.read(path) as store:
+        yield store
+
+
+def pick_run(store: Store, run_id: str | None) -> str:
+    """The run asked for (a unique beginning is enough), or the latest.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    known = [run.run_id for run in store.runs()]
+    found = [known_id for known_id in known if run_id is None or known_id.startswith(run_id)]
+    if not found or (run_id is not None and len(found) > 1):
+        what = f"no run {run_id}" if run_id else "no run yet"
+        raise UsageError(f"{store.path}: {what}; there are: {', '.join(known) or 'none'}")
+    return found[-1]
+
+
+def find_receipt(store: Store, run_id: str, receipt_id: str) -> tuple[Receipt, Answer | None]:
+    """One receipt by a unique beginning of its id, with its answer where texts were kept.
+
+    Raises:
+        UsageError: none or several begin so.
+    """
+    found = [r for r in store.receipts(run_id) if r.receipt_id.startswith(receipt_id)]
+    if len(found) != 1:
+        some = ", ".join(r.receipt_id for r in found[:3]) or "`speccheck receipts list` shows them"
+        raise UsageError(f"{len(found)} receipts begin with {receipt_id!r}: {some}")
+    return found[0], store.answers([found[0].receipt_id]).get(found[0].receipt_id)
+
+
+# --- decisions ----------------------------------------------------------------------------------
+
+
+def outcome(store: Store, run_id: str, stages: Sequence[Stage] = tuple(Stage)) -> Outcome:
+    """What the given stages came to: of all four for a whole run, of one for `speccheck stage`."""
+    results = {
+        str(stage): result
+        for stage in stages
+        if (result := store.get_stage(run_id, stage)) is not None
+    }
+    whole = tuple(stages) == tuple(Stage)
+    made = _standing(store, run_id, stages)
+    if whole:
+        made = [*made, *_unfinished(store, run_id, made)]
+    final = decision.final(made)
+    proof = results.get(Stage.FIXTURE)
+    codes = [decision.exit_code(final)] if final or not proof else []
+    if proof is not None:
+        codes.append(_CODES[proof.verdict])
+    worst = max(codes, key=[*_CODES.values()].index)
+    return Outcome(run_id, results, tuple(final), worst)
+
+
+def _standing(store: Store, run_id: str, stages: Sequence[Stage]) -> list[Decision]:
+    """The last decision of each stage on each route."""
+    last: dict[tuple[str, str], RecordedDecision] = {}
+    for kept in store.decisions(run_id):
+        if kept.decision.stage in stages:
+            last[kept.decision.route, kept.decision.stage] = kept
+    return [kept.decision for kept in last.values()]
+
+
+def _unfinished(store: Store, run_id: str, made: Sequence[Decision]) -> list[Decision]:
+    """For routes that nothing speaks against and the canary has not seen: not decided yet."""
+    found = []
+    for name in store.run(run_id).config["rollout"]["routes"]:
+        route = name["name"]
+        mine = [d for d in made if d.route == route]
+        if any(d.action is not Action.PROMOTE or d.stage == Stage.CANARY for d in mine):
+            continue
+        passed = [d.stage for d in mine]
+        reason = (
+            f"passed {' and '.join(passed)}; the stages after have not run"
+            if passed
+            else "no stage has judged it yet"
+        )
+        last = Stage(passed[-1]) if passed else Stage.FIXTURE
+        found.append(Decision(route, Action.INCONCLUSIVE, last, reason, ()))
+    return found
+
+
+# --- packet -------------------------------------------------------------------------------------
+
+
+def write_packet(store: Store, run_id: str, out: Path) -> WrittenPacket:
+    """Render the packet of a run into `out`.
+
+    Raises:
+        StoreError: a file cannot be written.
+    """
+    view = packet.build_view(evidence(store, run_id))
+    files = packet.render(view, out)
+    return WrittenPacket(files, tuple(part.name for part in view.missing))
+
+
+def evidence(store: Store, run_id: str) -> packet.RunEvidence:
+    """Everything a packet is made of, from the store."""
+    import numpy as np
+
+    run = store.run(run_id)
+    receipts = [r for r in store.receipts(run_id) if not r.warm_up]
+    made = _standing(store, run_id, tuple(Stage))
+    arms = _latest_arms(store.arms(run_id))
+    table = matrix.workload_matrix(
+        [r for r in receipts if r.phase not in _RERUNS],
+        rng=np.random.default_rng([run.seed, len(receipts)]),
+        limits=_matrix_limits(run.config),
+    )
+    results = {
+        str(stage): result.evidence
+        for stage in Stage
+        if (result := store.get_stage(run_id, stage)) is not None
+    }
+    differing = (
+        launch.differences(launch.Arms(arms[Arm.TARGET_ONLY], arms[Arm.SPECULATIVE]))
+        if len(arms) == len(Arm)
+        else {}
+    )
+    return packet.RunEvidence(
+        run={
+            "run_id": run_id,
+            "created": datetime.fromtimestamp(run.created_at_ns / 1e9, UTC).isoformat(
+                timespec="seconds"
+            ),
+            "config": run.config["rollout"],
+            "digests": {"corpus": run.corpus_digest, "rules": run.rules_digest}
+            | ({"policy": receipts[0].policy_version} if receipts else {}),
+            "seed": run.seed,
+            "versions": {name: run.config["machine"][name] for name in ("speccheck", "python")},
+            "machine": {
+                name: run.config["machine"][name] for name in ("processor", "cores", "system")
+            },
+            "differences": differing,
+            "waived": run.config["rollout"]["waive"],
+        },
+        arms=[{**asdict(arm), "engine_config_id": arm.engine_config_id} for arm in arms.values()],
+        stages=results,
+        receipts=receipts,
+        matrix=table.rows,
+        matrix_warnings=table.warnings,
+        findings=[f for stage in Stage for f in store.findings(run_id, stage)],
+        decisions=[*made, *_unfinished(store, run_id, made)],
+    )
+
+
+_RERUNS = ("greedy-confirm", "sampled-confirm")
+"""Phases of reruns: they ask suspects again and would bias every figure they went into."""
+
+
+def _latest_arms(known: Sequence[ArmDescription]) -> dict[Arm, ArmDescription]:
+    return {arm.arm: arm for arm in known}
+
+
+def _matrix_limits(config: Mapping[str, Any]) -> matrix.MatrixLimits:
+    limits = config["guardrails"]["speculative_decoding_guardrails"]
+    return matrix.MatrixLimits(
+        min_speedup=limits.get("min_speedup") or 1.0,
+        max_tpot_p95_ratio=1 + (limits.get("max_tpot_p95_regression") or 0.10),
+    )

@@ -1,0 +1,221 @@
+"""The mirror experiment: its plan, and its figures per class of traffic.
+
+Blocks alternate between target-only traffic alone (A) and the same kind of traffic with a mirror on
+the speculative arm (B), ABBA or BAAB by draw, so that drift of the machine cancels. Every route and
+the protected traffic arrive by their own Poisson process (given how many there are, arrival times
+are uniform), cut into blocks. The mirrored copy leaves at the same instant as its original; its
+output is thrown away, only the digest stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from speccheck import plan, stats
+from speccheck.config import Route
+from speccheck.context import PROTECTED, RunContext
+from speccheck.records import (
+    Arm,
+    Finding,
+    Measurement,
+    Outcome,
+    PlannedRequest,
+    Prompt,
+    Receipt,
+    Sampler,
+    Stage,
+)
+
+PHASE = "mirror"
+ALONE_SHARE = 0.5
+"""Length of a block without the mirror, as a share of one with it."""
+
+
+def plan_mirror(run: RunContext, routes: Sequence[Route]) -> list[PlannedRequest]:
+    """All blocks, in the order in which they are driven.
+
+    Each route sends `requests_per_route` mirrored requests, and as many again times `ALONE_SHARE`
+    in the blocks without the mirror.
+    """
+    settings = run.rollout.shadow
+    mirrored_s = settings.requests_per_route * len(routes) / settings.rate_per_s
+    total_s = mirrored_s * (1 + ALONE_SHARE)
+    rng = run.rng("shadow-plan")
+    arrivals: list[PlannedRequest] = []
+    for route in routes:
+        traffic = route.traffic("shadow")
+        phase = _phase(run, Sampler(temperature=traffic.temperature, top_p=traffic.top_p))
+        n = round(settings.requests_per_route * (1 + ALONE_SHARE))
+        arrivals += plan.mirror(
+            replace(phase, max_tokens=traffic.max_tokens),
+            run.prompts(route, traffic),
+            np.sort(rng.uniform(0, total_s, n)),
+            rng=rng,
+        )
+    protected = run.protected_prompts()
+    if protected:
+        arrivals += plan.open_loop(
+            _phase(run, Sampler()),
+            protected,
+            np.sort(rng.uniform(0, total_s, round(settings.protected_rate_per_s * total_s))),
+            rng=rng,
+            arms=(Arm.TARGET_ONLY,),
+        )
+    half = settings.blocks // 2
+    length_s = mirrored_s / half
+    with_mirror = [_cut(arrivals, i * length_s, length_s) for i in range(half)]
+    alone = [
+        [
+            request
+            for request in _cut(
+                arrivals, mirrored_s + i * length_s * ALONE_SHARE, length_s * ALONE_SHARE
+            )
+            if request.arm is Arm.TARGET_ONLY
+        ]
+        for i in range(half)
+    ]
+    planned: list[PlannedRequest] = []
+    for block, mirror in enumerate(_order(settings.blocks, rng)):
+        requests = (with_mirror if mirror else alone).pop(0)
+        planned += [replace(request, block=block) for request in requests]
+    return planned
+
+
+def warm_up(run: RunContext, routes: Sequence[Route]) -> list[PlannedRequest]:
+    """Requests on both arms that are driven before the first block and never estimated from."""
+    prompts: list[Prompt] = [prompt for route in routes for prompt in run.prompts(route)]
+    return plan.warm_up(
+        replace(_phase(run, Sampler()), concurrency=4), prompts, run.rollout.warm_up
+    )
+
+
+def _phase(run: RunContext, sampler: Sampler) -> plan.Phase:
+    return plan.Phase(
+        run.run_id, Stage.SHADOW, PHASE, sampler, concurrency=run.rollout.shadow.max_in_flight
+    )
+
+
+def _cut(
+    arrivals: Sequence[PlannedRequest], start_s: float, length_s: float
+) -> list[PlannedRequest]:
+    """The arrivals of one block, their offsets counted from its start."""
+    return [
+        replace(request, offset_s=request.offset_s - start_s)
+        for request in arrivals
+        if request.offset_s is not None and start_s <= request.offset_s < start_s + length_s
+    ]
+
+
+def _order(blocks: int, rng: np.random.Generator) -> list[bool]:
+    """Whether each block has the mirror: ABBA or BAAB, drawn for every four blocks."""
+    order: list[bool] = []
+    for _ in range(blocks // 4):
+        first = bool(rng.integers(2))
+        order += [first, not first, not first, first]
+    return order
+
+
+# --- figures ------------------------------------------------------------------------------------
+
+
+def evidence(
+    run: RunContext,
+    receipts: Sequence[Receipt],
+    measured: Sequence[Measurement],
+    finding: Finding | None,
+) -> dict[str, Any]:
+    """`packet.ShadowEvidence`. `finding` is the judged rule on protected traffic, if any."""
+    settings = run.rollout.shadow
+    return {
+        "scheduling": _scheduling(receipts, f"{settings.rate_per_s:g} requests/s"),
+        "protected": _protected(receipts, measured, finding, settings.blocks),
+        "sharing": "two servers and the client on one machine"
+        if run.rollout.engine == "embedded"
+        else "two servers, as attached",
+    }
+
+
+def _scheduling(receipts: Sequence[Receipt], load: str) -> list[dict[str, Any]]:
+    """`packet.SchedulingFigures` per class of traffic and arm, blocks with the mirror only."""
+    mirrored = _mirrored_blocks(receipts)
+    rows = []
+    classes = sorted({(receipt.route, receipt.arm) for receipt in receipts})
+    for name, arm in classes:
+        mine = [
+            r
+            for r in receipts
+            if (r.route, r.arm) == (name, arm) and r.block in mirrored and r.outcome == Outcome.OK
+        ]
+        if not mine:
+            continue
+        queue_ages = [r.queue_age_s for r in mine if r.queue_age_s is not None]
+        effective = [r.effective_s for r in mine if r.effective_s is not None]
+        queued = [r.server_queue_ms / 1e3 for r in mine if r.server_queue_ms is not None]
+        rows.append(
+            {
+                "load": load,
+                "traffic": name,
+                "arm": arm,
+                "n": len(mine),
+                "figures": {
+                    "queue_age_p50_s": _quantile(queue_ages, 0.5),
+                    "queue_age_p95_s": _quantile(queue_ages, 0.95),
+                    "server_queue_p95_s": _quantile(queued, 0.95),
+                    "effective_latency_p50_s": _quantile(effective, 0.5),
+                    "effective_latency_p95_s": _quantile(effective, 0.95),
+                },
+            }
+        )
+    return rows
+
+
+def _protected(
+    receipts: Sequence[Receipt],
+    measured: Sequence[Measurement],
+    finding: Finding | None,
+    blocks: int,
+) -> dict[str, Any]:
+    """`packet.ProtectedTraffic`."""
+    mine = [
+        r
+        for r in receipts
+        if r.route == PROTECTED and r.outcome == Outcome.OK and r.effective_s is not None
+    ]
+    if not mine or not measured:
+        return {"not_measured": "the corpus has no protected prompts"}
+    mirrored = _mirrored_blocks(receipts)
+    rows = []
+    for block in sorted({r.block for r in mine}):
+        times = [r.effective_s for r in mine if r.block == block and r.effective_s is not None]
+        rows.append(
+            {
+                "block": block,
+                "mirror": block in mirrored,
+                "n": len(times),
+                "p50_s": _quantile(times, 0.5),
+                "p95_s": _quantile(times, 0.95),
+            }
+        )
+    return {
+        "metric": "effective latency, scheduled to last token",
+        "design": f"{blocks} blocks, ABBA or BAAB by draw; each block ends before the next begins",
+        "without_mirror_s": [r.effective_s for r in mine if r.block not in mirrored],
+        "with_mirror_s": [r.effective_s for r in mine if r.block in mirrored],
+        "blocks": rows,
+        "ratio": measured[0].estimate,
+        "limit": finding.limit if finding is not None else None,
+        "verdict": finding.verdict.word if finding is not None else "inconclusive",
+        "why": finding.why if finding is not None else "no rule limits the delay",
+    }
+
+
+def _mirrored_blocks(receipts: Sequence[Receipt]) -> set[int]:
+    return {receipt.block for receipt in receipts if receipt.mirror}
+
+
+def _quantile(values: Sequence[float], p: float) -> float | None:
+    return stats.quantile(values, p) if values else None

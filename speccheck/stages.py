@@ -1,0 +1,521 @@
+"""THE MAIN PATH: the four stages, each one a screen: plan, drive, estimate, judge, decide.
+
+`run_stage` is what they share: refuse where an earlier stage said no, run the stage on the routes
+that are still in, keep its evidence, findings and decisions. A route that a stage does not pass
+stays where it is (target-only) and later stages leave it out; the others go on. Nothing is computed
+here: estimates come from `matrix`, `lossless` and `grading`, verdicts from `guardrails`, actions
+from `decision`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from speccheck import (
+    canary,
+    decision,
+    fixture,
+    guardrails,
+    lossless,
+    matrix,
+    plan,
+    replay,
+    shadow,
+    stats,
+    store,
+)
+from speccheck.config import Route, package_dir, resolve
+from speccheck.context import PROTECTED, RunContext, read_rollout, route_prompts
+from speccheck.errors import UsageError
+from speccheck.records import (
+    Action,
+    Decision,
+    Finding,
+    Measurement,
+    Receipt,
+    Sampler,
+    Stage,
+    Verdict,
+    to_json,
+    worst,
+)
+
+_TIMED = ("ttft", "tpot", "e2e", "queue_age", "protected")
+"""First words of the metrics that are worth nothing when our own client was late."""
+
+_CONSEQUENCES = ("low", "medium", "high")
+
+_HEADINGS = {
+    Stage.FIXTURE: "does the verifier keep the target's distribution?",
+    Stage.REPLAY: "are the answers as good, on the same prompts?",
+    Stage.SHADOW: "does it pay under traffic, and is protected traffic left alone?",
+    Stage.CANARY: "does it hold on live traffic, at a growing share?",
+}
+
+
+@dataclass
+class Judged:
+    """What one stage found: evidence for the packet, findings, and a decision per route."""
+
+    evidence: dict[str, Any] = field(default_factory=dict)
+    measurements: list[Measurement] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    verdict: Verdict | None = None
+    """Of the stage as a whole where it decides no routes; else the worst of its decisions."""
+
+
+def run_all(run: RunContext, *, stop_early: bool) -> None:
+    """All four stages, in order.
+
+    Args:
+        run: an open run.
+        stop_early: leave out the stages after one that no route passed.
+
+    Raises:
+        SpeccheckError: what a stage cannot judge.
+    """
+    for stage in Stage:
+        why = _refusal(run, stage)
+        if why and stop_early:
+            run.report.stage(stage, f"not run: {why}")
+        else:
+            run_stage(run, stage, stop_early=stop_early)
+
+
+def run_stage(run: RunContext, stage: Stage, *, stop_early: bool) -> None:
+    """One stage on the routes that passed those before it; what it finds is in the store.
+
+    Raises:
+        UsageError: an earlier stage did not pass, and `stop_early`.
+        SpeccheckError: what the stage cannot judge.
+    """
+    why = _refusal(run, stage)
+    if why and stop_early:
+        raise UsageError(f"{stage}: not run: {why}; --keep-going runs it all the same")
+    routes = [r for r in run.rollout.routes if not stop_early or _passed(run, stage, r.name)]
+    run.report.stage(stage, _HEADINGS[stage])
+    run.health.clear()
+    started = _now()
+    judged = _STAGES[stage](run, routes)
+    _keep(run, stage, judged, started)
+
+
+# --- fixture ------------------------------------------------------------------------------------
+
+
+def fixture_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
+    """Prove the candidate configuration's verification algorithm on a table of probabilities."""
+    del routes  # the verifier is the same for all of them
+    settings = run.rollout.fixture
+    path = resolve(settings.table, run.path, package_dir("corpora") / "fixture_t4.json")
+    table = fixture.load_table(path)
+    refused = fixture.check_coverage(run.rollout.speculation)
+    if refused:
+        return Judged(reasons=refused, verdict=Verdict.FAIL)
+    algorithm, draft_sampling = _verification(run.rollout.speculation)
+    run.report.line(f"  {algorithm} verification, {draft_sampling} drafts, {settings.seeds} seeds")
+    result = fixture.run_fixture(
+        table,
+        algorithm=algorithm,
+        draft_sampling=draft_sampling,
+        n_seeds=settings.seeds,
+        trace_seeds=settings.trace_seeds,
+        chi2_sf=stats.chi2_sf,
+    )
+    texts = [fixture.format_trace(trace) for trace in result.traces]
+    (run.out / "traces.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
+    (run.out / "traces.json").write_text(
+        json.dumps(list(result.traces), indent=1), encoding="utf-8"
+    )
+    return Judged(
+        evidence=result.to_dict(),
+        reasons=list(result.reasons),
+        verdict=Verdict[result.verdict.upper()],
+    )
+
+
+def _verification(speculation: Mapping[str, Any]) -> tuple[str, str]:
+    """(algorithm, draft sampling) of the fixture for a speculative config that it covers.
+
+    As in vLLM: drafts are greedy and certain unless draft_sample_method says probabilistic.
+    """
+    block = speculation.get("rejection_sample_method") == "block"
+    if str(speculation["method"]).startswith(("ngram", "suffix")):
+        return ("block" if block else "one_hot"), "ngram"
+    if speculation.get("draft_sample_method", "greedy") == "probabilistic":
+        return ("block" if block else "token"), "probabilistic"
+    return ("block" if block else "one_hot"), "greedy"
+
+
+# --- replay -------------------------------------------------------------------------------------
+
+
+def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
+    """Every prompt on both arms at temperature 0 and at one sampled temperature, graded."""
+    settings = run.rollout.replay
+    warm = f"temperature {settings.sampled_temperature:g}"
+    prompts = [prompt for route in routes for prompt in run.prompts(route)]
+
+    def phase(name: str, temperature: float, concurrency: int) -> plan.Phase:
+        sampler = Sampler(temperature=temperature)
+        return plan.Phase(
+            run.run_id, Stage.REPLAY, name, sampler, concurrency=concurrency, keep_text=True
+        )
+
+    greedy = phase("greedy", 0.0, settings.concurrency)
+    run.drive(
+        "temperature 0",
+        plan.warm_up(greedy, prompts, run.rollout.warm_up)
+        + plan.closed_loop(greedy, prompts, rng=run.rng("greedy")),
+    )
+    control = phase("aa", 0.0, settings.control_concurrency)
+    run.drive("A/A control", plan.a_a(control, prompts, "greedy", rng=run.rng("aa")))
+    sampled = phase("sampled", settings.sampled_temperature, settings.concurrency)
+    run.drive(warm, plan.closed_loop(sampled, prompts, rng=run.rng("sampled")))
+
+    # What looks like a regression is run again on both arms before it may be called one.
+    graded = replay.grade_all(run, prompts)
+    confirm = phase("greedy-confirm", 0.0, settings.concurrency)
+    suspects = replay.to_confirm(graded, prompts)
+    if suspects:
+        again = settings.confirmations - 1
+        run.drive(
+            "confirm, temperature 0",
+            plan.closed_loop(confirm, suspects, rng=run.rng("confirm"), repeats=again),
+        )
+    confirm = phase("sampled-confirm", settings.sampled_temperature, settings.concurrency)
+    suspects = replay.lost_once(graded, prompts)
+    runs = lossless.confirming_runs(len(prompts))
+    if suspects:
+        run.drive(
+            f"confirm, {warm}",
+            plan.closed_loop(confirm, suspects, rng=run.rng("confirm-t"), repeats=runs - 1),
+        )
+
+    run.report.line("  grading, and asking the target about divergences")
+    graded = replay.grade_all(run, prompts)
+    asked = asyncio.run(replay.attribute(run, graded, prompts))
+    receipts = [r for r in graded.receipts if r.phase in ("greedy", "sampled")]
+    judged = Judged(evidence=replay.evidence(run, graded, asked, prompts, runs))
+    for route in routes:
+        mine = [prompt for prompt in prompts if prompt.route == route.name]
+        rng = run.rng("replay", route.name)
+        measured = [
+            *matrix.measure_route(receipts, stage=Stage.REPLAY, route=route.name, rng=rng),
+            *replay.measure(run, route.name, graded, asked, mine, runs),
+        ]
+        _judge_route(run, judged, Stage.REPLAY, route.name, measured)
+    return judged
+
+
+# --- shadow -------------------------------------------------------------------------------------
+
+
+def shadow_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
+    """Traffic answered by target-only and, in half of the blocks, mirrored to speculative."""
+    settings = run.rollout.shadow
+    run.drive(
+        f"mirror, {settings.rate_per_s:g} requests/s, {settings.blocks} blocks",
+        shadow.warm_up(run, routes) + shadow.plan_mirror(run, routes),
+    )
+    receipts = run.store.receipts(run.run_id, stage=Stage.SHADOW, warm_up=False)
+    protected = matrix.measure_protected(receipts, stage=Stage.SHADOW, route=PROTECTED)
+    judged = Judged()
+    for route in routes:
+        rng = run.rng("shadow", route.name)
+        measured = [
+            *matrix.measure_route(receipts, stage=Stage.SHADOW, route=route.name, rng=rng),
+            *(replace(m, route=route.name) for m in protected),
+        ]
+        _judge_route(run, judged, Stage.SHADOW, route.name, measured)
+    delay = next((f for f in judged.findings if f.rule == "max_protected_delay"), None)
+    judged.evidence = shadow.evidence(run, receipts, protected, delay)
+    return judged
+
+
+# --- canary -------------------------------------------------------------------------------------
+
+
+def canary_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
+    """A growing share of each route's traffic on the speculative arm, beside its control.
+
+    Routes of low consequence first. Guardrails are looked at while it runs; a rule that fails
+    turns speculation off for the route at once.
+    """
+    settings = run.rollout.canary
+    judged = Judged(evidence={"steps": [], "events": []})
+    for route in sorted(routes, key=lambda r: _CONSEQUENCES.index(r.consequence)):
+
+        def judge(
+            measured: Sequence[Measurement], alpha_fail: float, name: str = route.name
+        ) -> Sequence[Finding]:
+            return _findings(run, Stage.CANARY, name, measured, alpha_fail)
+
+        guard = canary.Guard(run, route, judge)
+        for step, share in enumerate(settings.shares):
+            run.drive(
+                f"{route.name} at {share:.0%}",
+                canary.plan_step(run, route, step, share),
+                on_receipt=guard.receipt,
+                should_send=guard.decide,
+            )
+        guard.close()
+        receipts = run.store.receipts(
+            run.run_id, stage=Stage.CANARY, route=route.name, warm_up=False
+        )
+        rng = run.rng("canary", route.name)
+        measured = [
+            *(
+                m
+                for m in matrix.measure_route(
+                    receipts, stage=Stage.CANARY, route=route.name, rng=rng
+                )
+                if m.metric not in canary.POOLED
+            ),
+            *canary.over_all_stages(run, route.name),
+        ]
+        _judge_route(run, judged, Stage.CANARY, route.name, measured, fell_back=guard.decision)
+        origin_ns = _canary_origin_ns(run)
+        judged.evidence["origin_ns"] = origin_ns
+        judged.evidence["steps"] += canary.steps_evidence(
+            run, route.name, guard, receipts, origin_ns
+        )
+        judged.evidence["events"] += canary.event_evidence(run, guard, receipts, origin_ns)
+    return judged
+
+
+def _canary_origin_ns(run: RunContext) -> int:
+    times = run.store.columns(run.run_id, ["scheduled_ns"], stage=Stage.CANARY)["scheduled_ns"]
+    return int(times.min()) if len(times) else 0
+
+
+_STAGES = {
+    Stage.FIXTURE: fixture_stage,
+    Stage.REPLAY: replay_stage,
+    Stage.SHADOW: shadow_stage,
+    Stage.CANARY: canary_stage,
+}
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What a run of this rollout would send, without touching anything (`--dry-run`).
+
+    Raises:
+        UsageError: the rollout, its rules or its corpus are wrong.
+    """
+    rollout, rules, corpus = read_rollout(path)
+    per_prompt = "each prompt twice at temperature 0, once more for A/A, twice sampled; and reruns"
+    replayed = [route_prompts(path, corpus, route) for route in rollout.routes]
+    n_replay = 5 * sum(len(prompts) for prompts in replayed)
+    n_shadow = round(
+        len(rollout.routes) * rollout.shadow.requests_per_route * (2 + shadow.ALONE_SHARE)
+    )
+    steps = len(rollout.canary.shares)
+    n_canary = len(rollout.routes) * steps * rollout.canary.requests_per_step
+    return {
+        "run_name": rollout.name,
+        "corpus": corpus.digest,
+        "prompts": len(corpus.prompts),
+        "stages": [
+            {"stage": "fixture", "requests": 0, "note": f"{rollout.fixture.seeds} seeds"},
+            {"stage": "replay", "requests": n_replay, "note": per_prompt},
+            {
+                "stage": "shadow",
+                "requests": n_shadow,
+                "note": f"{rollout.shadow.blocks} blocks at {rollout.shadow.rate_per_s:g}/s, "
+                "and the protected traffic",
+            },
+            {
+                "stage": "canary",
+                "requests": n_canary,
+                "note": f"{steps} steps per route, the last at {rollout.canary.shares[-1]:.0%}",
+            },
+        ],
+        "routes": [
+            {
+                "route": route.name,
+                "prompts": len(prompts),
+                "rules": rules.limits(route.name),
+            }
+            for route, prompts in zip(rollout.routes, replayed, strict=True)
+        ],
+    }
+
+
+# --- what the stages share ----------------------------------------------------------------------
+
+
+def _refusal(run: RunContext, stage: Stage) -> str:
+    """Why a stage must not run, or empty. A stage that was not run at all refuses nothing."""
+    proof = run.store.get_stage(run.run_id, Stage.FIXTURE)
+    if stage is not Stage.FIXTURE and proof is not None and proof.verdict is not Verdict.PASS:
+        return "the fixture did not pass"
+    if not any(_passed(run, stage, route.name) for route in run.rollout.routes):
+        return "no route passed the stages before it"
+    return ""
+
+
+def _passed(run: RunContext, stage: Stage, route: str) -> bool:
+    """Whether no stage before this one said no to a route; what was not run says nothing."""
+    before = list(Stage)[: list(Stage).index(stage)]
+    last = {
+        kept.decision.stage: kept.decision.action
+        for kept in run.store.decisions(run.run_id, route)
+        if kept.decision.stage in before
+    }
+    return all(action is Action.PROMOTE for action in last.values())
+
+
+def _findings(
+    run: RunContext,
+    stage: Stage,
+    route: str,
+    measured: Sequence[Measurement],
+    alpha_fail: float = guardrails.ALPHA_FAIL,
+) -> list[Finding]:
+    """Judge one route. What a later stage judges again need not be settled now, only not fail."""
+    later = list(Stage)[list(Stage).index(stage) + 1 :]
+    found = []
+    for finding in guardrails.judge(
+        _rules(run, stage, route), measured, stage=stage, route=route, alpha_fail=alpha_fail
+    ):
+        again = [s for s in later if s in guardrails.RULES[finding.rule].stages]
+        if finding.verdict is Verdict.INCONCLUSIVE and again:
+            found.append(
+                replace(finding, counted=False, why=f"{finding.why}; judged again in {again[0]}")
+            )
+        else:
+            found.append(finding)
+    return found
+
+
+def _rules(run: RunContext, stage: Stage, route: str) -> dict[str, guardrails.RuleLimit]:
+    limits = run.guardrails.limits(route)
+    if stage is Stage.REPLAY:  # wrong outputs are never fine, whether or not a file says so
+        limits.setdefault("max_lossless_violations", 0)
+    return {
+        name: guardrails.RuleLimit(
+            limit,
+            min_n=run.guardrails.minimum_requests.get(name),
+            counted=name not in run.guardrails.dry_run,
+        )
+        for name, limit in limits.items()
+    }
+
+
+def _judge_route(
+    run: RunContext,
+    judged: Judged,
+    stage: Stage,
+    route: str,
+    measured: Sequence[Measurement],
+    *,
+    fell_back: Decision | None = None,
+) -> None:
+    """Findings and decision of one route, added to what the stage found."""
+    late = [reason for health in run.health for reason in health.reasons if not health.valid]
+    if late and stage is not Stage.REPLAY:  # replay judges no times
+        measured = [
+            replace(m, estimate=None, fail_estimates=(), note=f"our client was late: {late[0]}")
+            if m.metric.startswith(_TIMED)
+            else m
+            for m in measured
+        ]
+    findings = _findings(run, stage, route, measured)
+    judged.measurements += measured
+    judged.findings += findings
+    differing = run.differences() if run.health else {}
+    judged.decisions.append(
+        fell_back
+        or decision.decide(
+            route,
+            stage,
+            findings,
+            k=run.rollout.speculation.get("num_speculative_tokens"),
+            invalid=_invalid(differing),
+        )
+    )
+
+
+def _invalid(differing: Mapping[str, tuple[Any, Any]]) -> str:
+    if not differing:
+        return ""
+    name, (target, speculative) = next(iter(differing.items()))
+    return (
+        f"the arms differ in more than speculation: {name} is {target!r} on target-only and "
+        f"{speculative!r} on the other; make them equal, or name it under `waive`"
+    )
+
+
+def _keep(run: RunContext, stage: Stage, judged: Judged, started: str) -> None:
+    """Write what a stage found. A decision that stands already is not written twice."""
+    for made in judged.decisions:
+        kept = [
+            k.decision
+            for k in run.store.decisions(run.run_id, made.route)
+            if k.decision.stage == made.stage
+        ]
+        if not kept or to_json(kept[-1]) != to_json(made):
+            run.store.append_decision(run.run_id, made, decided_at_ns=time.time_ns())
+    verdict = judged.verdict
+    if verdict is None:
+        verdict = worst(decision.verdict_of(made) for made in judged.decisions)
+    run.store.put_measurements(run.run_id, stage, judged.measurements)
+    run.store.put_findings(run.run_id, stage, judged.findings)
+    receipts = run.store.receipts(run.run_id, stage=stage, warm_up=False)
+    reasons = judged.reasons + [
+        f"{made.route}: {made.reason}"
+        for made in judged.decisions
+        if made.action is not Action.PROMOTE
+    ]
+    evidence = {
+        "verdict": verdict.word,
+        "reasons": reasons,
+        "started": started,
+        "finished": _now(),
+        "counts": _counts(receipts),
+        "client_health": _health(run, stage),
+        "notes": [],
+        "evidence": to_json(judged.evidence),
+    }
+    run.store.put_stage(store.StageResult(run.run_id, stage, time.time_ns(), verdict, evidence))
+    run.report.line(f"  {stage}: {verdict.word}" + "".join(f"\n    {r}" for r in reasons))
+
+
+def _counts(receipts: Sequence[Receipt]) -> dict[str, int]:
+    outcomes = Counter(str(receipt.outcome) for receipt in receipts)
+    warnings = sum(len(receipt.warnings) for receipt in receipts)
+    return {"sent": len(receipts), **dict(sorted(outcomes.items())), "warnings": warnings}
+
+
+def _health(run: RunContext, stage: Stage) -> dict[str, Any]:
+    """`packet.ClientHealth`: the worst of the stage's drives, or what an earlier process kept."""
+    if stage is Stage.FIXTURE:
+        return {"not_measured": "no requests are sent"}
+    if not run.health:
+        before = run.store.get_stage(run.run_id, stage)
+        if before is not None:
+            kept: dict[str, Any] = before.evidence["client_health"]
+            return kept
+        return {"not_measured": "everything had been sent by an earlier process"}
+    return {
+        "valid": all(health.valid for health in run.health),
+        "reasons": [reason for health in run.health for reason in health.reasons],
+        "lag_p99_s": max(health.lag_p99_s for health in run.health),
+        "loop_stall_max_s": max(health.loop_stall_max_s for health in run.health),
+        "cpu_share": max(health.cpu_share for health in run.health),
+    }
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
