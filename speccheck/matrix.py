@@ -744,7 +744,7 @@ class MatrixLimits:
     """e2e speed-up that the whole interval must exceed."""
     max_tpot_p95_ratio: float = 1.10
     indifferent: float = 0.02
-    """An e2e ratio whose interval lies within 1 -+ this is settled: there is nothing to gain."""
+    """An e2e ratio that is surely above 1 minus this has nothing to gain."""
 
 
 def workload_matrix(
@@ -1044,18 +1044,18 @@ def _judge_row(
             f"TPOT p95 is {_interval(tail.ratio)} times target-only, over"
             f" {limits.max_tpot_p95_ratio:.3g}; {_cause(row, cost)}"
         )
-    if ratio.high < 1 / limits.min_speedup and ratio.high < 1:
-        also = f"; k {', '.join(map(str, tie))} cannot be told from it" if tie else ""
-        return "speculate", (
-            f"with k {row.k} requests take {_interval(ratio)} times as long as target-only{also}"
+    if 1 - limits.indifferent < ratio.low <= 1:
+        return "target_only", (
+            f"nothing to gain: requests take {_interval(ratio)} times as long as target-only"
         )
     if ratio.low > 1:
         return "target_only", (
             f"requests take {_interval(ratio)} times as long as target-only; {_cause(row, cost)}"
         )
-    if ratio.low > 1 - limits.indifferent:
-        return "target_only", (
-            f"nothing to gain: requests take {_interval(ratio)} times as long as target-only"
+    if ratio.high < min(1.0, 1 / limits.min_speedup):
+        also = f"; k {', '.join(map(str, tie))} cannot be told from it" if tie else ""
+        return "speculate", (
+            f"with k {row.k} requests take {_interval(ratio)} times as long as target-only{also}"
         )
     needed = stats.needed_for_interval(ratio, 1 / limits.min_speedup)
     more = f", about {needed} more pairs would decide" if needed else ""

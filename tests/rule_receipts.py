@@ -110,27 +110,26 @@ def pairs(
     rng: np.random.Generator,
     n: int,
     *,
-    target_ms: float,
-    speculative_ms: float,
+    target_ms: float = 20.0,
+    speculative_ms: float = 10.0,
+    target_ttft_ms: float = 50.0,
+    speculative_ttft_ms: float = 50.0,
     acceptance: float = 0.6,
     first: int = 0,
     noise: float = 0.03,
     **both: Any,
 ) -> list[Receipt]:
-    """N pairs with these median TPOTs: spread shared by the pair, a little noise of each side."""
+    """Make n pairs with these median TPOTs and TTFTs: spread shared by the pair, noise of each."""
     found = []
     for number in range(first, first + n):
-        shared = rng.lognormal(0, 0.1)
-        share = (
-            float(np.clip(rng.normal(acceptance, 0.05), 0, 1)) if 0 < acceptance < 1 else acceptance
-        )
-        found += pair(
-            number,
-            target={"tpot_ms": target_ms * shared * rng.lognormal(0, noise)},
-            speculative={
-                "tpot_ms": speculative_ms * shared * rng.lognormal(0, noise),
-                "accepted_tokens": int(rng.binomial(100, share)),
-            },
-            **both,
-        )
+        shared, share = rng.lognormal(0, 0.1), acceptance
+        if 0 < acceptance < 1:
+            share = float(np.clip(rng.normal(acceptance, 0.05), 0, 1))
+        sides = [
+            {"tpot_ms": tpot * spread, "ttft_ms": ttft * spread}
+            for tpot, ttft in ((target_ms, target_ttft_ms), (speculative_ms, speculative_ttft_ms))
+            for spread in [shared * rng.lognormal(0, noise)]
+        ]
+        sides[1]["accepted_tokens"] = int(rng.binomial(100, share))
+        found += pair(number, target=sides[0], speculative=sides[1], **both)
     return found

@@ -155,7 +155,7 @@ def test_true_is_not_one():
 
 
 def test_structure_looks_at_the_form_only():
-    """Wrong values in the right form are valid structure; prose is none; text checks ask for none."""
+    """Wrong values in the right form are valid structure, prose is none, text asks for none."""
     check = {"kind": "json_schema", "schema": SCHEMA, "expect": {"name": "Ann", "n": 3}}
     assert structure(check, '{"name": "Bob", "n": 9}').outcome == "pass"
     assert structure(check, '{"name": "Bob"}').outcome == "fail"
