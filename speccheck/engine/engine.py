@@ -161,6 +161,7 @@ class Engine:
         outputs: list[Output] = []
         n_tokens = sum(chunk.n_tokens for chunk in chunks)
         decoding = scheduler.decoding
+        self._fit(decoding, chunks)
         if decoding:
             outputs += self._decode(decoding)
             n_tokens += sum(len(output.token_ids) for output in outputs)
@@ -200,7 +201,6 @@ class Engine:
         sequence, start = chunk.sequence, chunk.sequence.n_prefilled
         tokens = sequence.ids[start : start + chunk.n_tokens]
         n_top = sequence.request.params.prompt_logprobs
-        self._fit(start + len(tokens))
         logits = self.model.forward(
             self._cache, sequence.row, [start], [tokens], last_only=n_top is None
         )
@@ -227,7 +227,6 @@ class Engine:
 
     def _decode(self, sequences: list[Sequence]) -> list[Output]:
         """Draft, score all drafts in one target pass, verify, commit."""
-        self._fit(max(len(sequence.ids) for sequence in sequences) + self.k)
         drafts = self._propose(sequences)
         tokens = [
             [sequence.ids[-1], *draft.tokens]
@@ -351,10 +350,13 @@ class Engine:
             metrics.count_finished(output.finish_reason, stats)
         return output
 
-    def _fit(self, n_tokens: int) -> None:
-        """Make room in both caches for the longest running sequence to reach `n_tokens`."""
+    def _fit(self, decoding: Seq[Sequence], chunks: Seq[PrefillChunk[Sequence]]) -> None:
+        """Make room in both caches for what this step will write, and keep what they hold."""
         rows = self._scheduler.rows
-        longest = max(n_tokens, *(min(len(s.ids), s.n_prefilled + s.n_output) for s in rows))
+        lengths = [len(sequence.ids) + self.k for sequence in decoding]
+        lengths += [chunk.sequence.n_prefilled + chunk.n_tokens for chunk in chunks]
+        lengths += [sequence.n_prefilled for sequence in rows[len(decoding) :]]
+        longest = max(lengths, default=0)
         self._cache.fit(longest, len(rows))
         if self._drafter is not None:
             self._drafter.fit(longest, len(rows))

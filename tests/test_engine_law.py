@@ -1,0 +1,403 @@
+"""Sampled output follows the target's law, and the checks that say so catch wrong verifiers.
+
+Tests T1, T2, T3 and T5 of the statistics notes, plus T4 (token ids): the target's conditional
+probabilities of the generated tokens come from the plain numpy forward pass, so the only thing
+shared with the engine is the weights file. A run is rejected when the smallest of its six p-values
+is below ALPHA / 6: a right engine is rejected with probability ALPHA at most per run, and the seeds
+are fixed, so nothing here is flaky. The first generated token comes from the prompt pass and is
+left out. The wrong shortcuts carry the numbers of the catalogue in the statistics notes.
+"""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from scipy import stats
+from test_engine_models import perturbed_model, random_model, reference_logits
+
+from speccheck import verifier as v
+from speccheck.engine import drafters
+from speccheck.engine.drafters import Draft, ModelDrafter
+from speccheck.engine.engine import Engine
+from speccheck.engine.sampling import SamplingParams
+from speccheck.engine.sequence import Request
+from speccheck.engine.settings import EngineSettings
+
+ALPHA = 1e-3
+VOCAB = 24
+N_SAMPLES = 1200
+N_PROMPTS = 1
+N_TOKENS = 6
+K = 4
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    """A small model of high entropy."""
+    folder = tmp_path_factory.mktemp("target") / "m"
+    return random_model(folder, seed=11, vocab=VOCAB, layers=1, sharpness=1.6)
+
+
+@pytest.fixture(scope="module")
+def draft(target, tmp_path_factory):
+    """A draft of the same kind that agrees with the target in part."""
+    return perturbed_model(target, tmp_path_factory.mktemp("draft") / "m", seed=12, noise=0.8)
+
+
+@pytest.fixture(scope="module")
+def prompts(target):
+    """A prompt whose first answer token is nearly certain: later positions share contexts."""
+    rng = np.random.default_rng(13)
+    candidates = rng.integers(2, VOCAB, (3000, 4))
+    logits = reference_logits(target, candidates)[:, -1]
+    top = softmax(logits).max(axis=1)
+    return [tuple(candidates[i].tolist()) for i in np.argsort(-top)[:N_PROMPTS]]
+
+
+def softmax(logits):
+    e = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def build(target, spec=None, verifier=None):
+    raw = {"model": str(target), "speculative_config": spec, "max_num_seqs": 128}
+    return Engine(EngineSettings.parse(raw), verifier=verifier)
+
+
+def speculative(draft, **more):
+    return {
+        "method": "draft_model",
+        "model": str(draft),
+        "num_speculative_tokens": K,
+        "draft_sample_method": "probabilistic",
+    } | more
+
+
+NGRAM = {
+    "method": "ngram",
+    "num_speculative_tokens": K,
+    "prompt_lookup_min": 1,
+    "prompt_lookup_max": 2,
+}
+
+
+def sample(engine, prompts, **params):
+    """(prompts, samples, tokens) generated ids."""
+    asked = {"temperature": 1.0, "max_tokens": N_TOKENS, "ignore_eos": True} | params
+    requests = [
+        Request(f"{i}-{seed}", prompt, SamplingParams(seed=seed, **asked))
+        for i, prompt in enumerate(prompts)
+        for seed in range(N_SAMPLES)
+    ]
+    ids = [answer.token_ids for answer in engine.generate(requests)]
+    return np.array(ids).reshape(len(prompts), N_SAMPLES, N_TOKENS)
+
+
+def conditionals(target, prompts, tokens, process=softmax):
+    """(prompts, samples, tokens-1, vocab) target law of each token from the second on.
+
+    `process` turns logits (samples, vocab) into probabilities; it may take the generated prefix.
+    """
+    laws = []
+    for prompt, rows in zip(prompts, tokens, strict=True):
+        ids = np.concatenate([np.tile(prompt, (len(rows), 1)), rows], axis=1)
+        laws.append(process(reference_logits(target, ids)[:, len(prompt) : -1]))
+    return np.stack(laws)
+
+
+def p_values(tokens, laws):
+    """The battery: p-values of T1 (KS, chi-square), T2, T3, T4, T5."""
+    seen = tokens[..., 1:].reshape(-1)
+    p = laws.reshape(-1, VOCAB)
+    n = len(seen)
+    i = np.arange(n)
+    assert (p[i, seen] > 0).all(), "an impossible token was generated"
+    order = np.argsort(-p, axis=1, kind="stable")
+    ranks = np.argsort(order, axis=1)[i, seen]
+    ordered = np.take_along_axis(p, order, axis=1)
+    below = np.cumsum(ordered, axis=1)[i, ranks] - ordered[i, ranks]
+    pit = below + np.random.default_rng(1).random(n) * ordered[i, ranks]
+    bins = np.bincount((pit * 20).astype(int), minlength=20)
+
+    edges = [0, 1, 2, 3, 6, 20, VOCAB]  # ranks 1, 2, 3, 4-6, 7-20, tail
+    categories = np.stack([ordered[:, a:b].sum(axis=1) for a, b in pairwise(edges)], axis=1)
+    hit = np.searchsorted(edges, ranks, side="right") - 1
+    difference = (np.bincount(hit, minlength=6) - categories.sum(axis=0))[:-1]
+    covariance = (np.diag(categories.sum(axis=0)) - categories.T @ categories)[:-1, :-1]
+    t2 = difference @ np.linalg.solve(covariance, difference)
+
+    with np.errstate(divide="ignore"):
+        surprisal = np.where(p > 0, -np.log(p), 0.0)
+    mean = (p * surprisal).sum(axis=1)
+    variance = (p * surprisal**2).sum(axis=1) - mean**2
+    t3 = (surprisal[i, seen] - mean).sum() / np.sqrt(variance.sum())
+
+    counts = np.bincount(seen, minlength=VOCAB)
+    frequent = p.sum(axis=0) > 50
+    t4 = (counts - p.sum(axis=0))[frequent] / np.sqrt((p * (1 - p)).sum(axis=0)[frequent])
+
+    return {
+        "T1 KS": stats.kstest(pit, "uniform").pvalue,
+        "T1 chi2": stats.chisquare(bins).pvalue,
+        "T2": stats.chi2.sf(t2, 5),
+        "T3": 2 * stats.norm.sf(abs(t3)),
+        "T4": min(1.0, frequent.sum() * 2 * stats.norm.sf(np.abs(t4).max())),
+        "T5": repeated_sample_p(tokens, laws),
+    }
+
+
+def repeated_sample_p(tokens, laws):
+    """T5: at each context met often, chi-square over its five likeliest tokens and the rest."""
+    statistic, freedom = 0.0, 0
+    for rows, law in zip(tokens, laws, strict=True):
+        for depth in (1, 2, 3):
+            nodes = {}
+            for j, row in enumerate(rows.tolist()):
+                nodes.setdefault(tuple(row[:depth]), []).append(j)
+            for members in nodes.values():
+                if len(members) < 60:
+                    continue
+                p = law[members[0], depth - 1]
+                top = [t for t in np.argsort(-p)[:5] if p[t] * len(members) >= 5]
+                counts = np.bincount(rows[members, depth], minlength=VOCAB)
+                observed = np.append(counts[top], len(members) - counts[top].sum())
+                expected = np.append(p[top], 1 - p[top].sum()) * len(members)
+                if expected[-1] < 5:
+                    observed, expected = observed[:-1], expected[:-1]
+                    expected = expected * observed.sum() / expected.sum()
+                statistic += ((observed - expected) ** 2 / expected).sum()
+                freedom += len(observed) - 1
+    assert freedom > 20
+    return stats.chi2.sf(statistic, freedom)
+
+
+def rejected(p):
+    return min(p.values()) < ALPHA / len(p)
+
+
+# -- the engine is right --------------------------------------------------------------------------
+
+RIGHT = {
+    "target-only": None,
+    "token": {},
+    "one-hot": {"draft_sample_method": "greedy"},
+    "block": {"rejection_sample_method": "block"},
+    "block, one-hot": {"rejection_sample_method": "block", "draft_sample_method": "greedy"},
+    "ngram": NGRAM,
+    "block, ngram": NGRAM | {"rejection_sample_method": "block"},
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_sampled_output_follows_the_target(name, target, draft, prompts):
+    """At temperature 1 every way to speculate passes all six tests."""
+    spec = RIGHT[name]
+    if spec is not None and "method" not in spec:
+        spec = speculative(draft, **spec)
+    engine = build(target, spec)
+    tokens = sample(engine, prompts)
+    p = p_values(tokens, conditionals(target, prompts, tokens))
+    assert not rejected(p), p
+    if spec is not None:
+        assert engine.metrics.n_accepted > 0
+
+
+def top_k_then_top_p(logits, temperature, k, top_p):
+    """The processed law of one row, spelled out."""
+    p = softmax(logits / temperature)
+    p[p < np.sort(p)[-k]] = 0
+    p /= p.sum()
+    kept, total = np.zeros_like(p), 0.0
+    for token in np.argsort(-p, kind="stable"):
+        if total >= top_p:
+            break
+        kept[token] = p[token]
+        total += p[token]
+    return kept / kept.sum()
+
+
+@pytest.mark.parametrize("name", ["target-only", "token", "one-hot", "block", "ngram"])
+def test_processed_output_follows_the_processed_target(name, target, draft, prompts):
+    """Temperature, top-k and top-p shape ratio, residual and bonus alike."""
+    spec = RIGHT[name]
+    if spec is not None and "method" not in spec:
+        spec = speculative(draft, **spec)
+    tokens = sample(build(target, spec), prompts, temperature=0.7, top_k=9, top_p=0.9)
+    laws = conditionals(
+        target,
+        prompts,
+        tokens,
+        lambda rows: np.apply_along_axis(top_k_then_top_p, -1, rows, 0.7, 9, 0.9),
+    )
+    p = p_values(tokens, laws)
+    assert not rejected(p), p
+
+
+@pytest.mark.parametrize("name", ["target-only", "token", "ngram"])
+def test_penalised_output_follows_the_penalised_target(name, target, draft, prompts):
+    """Penalties at drafted positions count the drafted prefix."""
+    spec = RIGHT[name]
+    if spec is not None and "method" not in spec:
+        spec = speculative(draft, **spec)
+    tokens = sample(build(target, spec), prompts, frequency_penalty=1.5, presence_penalty=0.5)
+    laws = []
+    for prompt, rows in zip(prompts, tokens, strict=True):
+        ids = np.concatenate([np.tile(prompt, (len(rows), 1)), rows], axis=1)
+        logits = reference_logits(target, ids)[:, len(prompt) : -1]
+        before = np.cumsum(np.eye(VOCAB)[rows], axis=1)[:, :-1]
+        laws.append(softmax(logits - 1.5 * before - 0.5 * (before > 0)))
+    p = p_values(tokens, np.stack(laws))
+    assert not rejected(p), p
+
+
+# -- wrong shortcuts are caught -------------------------------------------------------------------
+
+
+class ResampleFromTarget(v.Token):
+    """W01: the correction is drawn from p, not from the residual."""
+
+    def final(self, step, tau):
+        return step.row(tau)
+
+
+class AcceptIfLikelier(v.Token):
+    """W02: accept iff p >= q."""
+
+    def accept_probs(self, step):
+        return (step.at_draft(step.p) >= step.at_draft(step.q)).astype(float)
+
+
+class Typical(v.Token):
+    """W04: Medusa's typical acceptance."""
+
+    def accept_probs(self, step):
+        rows = step.p[: step.k]
+        entropy = -(rows * np.log(np.maximum(rows, 1e-300))).sum(axis=1)
+        return (step.at_draft(rows) > np.minimum(0.09, 0.3 * np.exp(-entropy))) * 1.0
+
+    def final(self, step, tau):
+        return step.row(tau)
+
+
+class OneHotTestSoftResidual(v.Token):
+    """W05: accept with p(x), but correct from max(0, p - q)."""
+
+    def accept_probs(self, step):
+        return step.at_draft(step.p)
+
+
+class FreshAfterMismatch(v.SamplerMatch):
+    """W06: match test, then a new draw from p."""
+
+    def final_sites(self, k):
+        return [("final", tau) for tau in range(k + 1)]
+
+
+class FallsToLastId(v.Token):
+    """W18: the residual is not normalised and what is missing falls to the last id."""
+
+    def final(self, step, tau):
+        if tau == step.k:
+            return step.row(tau)
+        row = self.residual(step, tau)
+        row[-1] += 1 - row.sum()
+        return row
+
+
+class AbsoluteResidual(v.Token):
+    """W20: the residual is abs(p - q)."""
+
+    def residual(self, step, tau):
+        return np.abs(step.p[tau] - step.q[tau])
+
+
+class Lenient(v.Token):
+    """W26: accept with min(1, p / (0.8 q)); a small deviation."""
+
+    def accept_probs(self, step):
+        return np.minimum(1, step.at_draft(step.p) / (0.8 * step.at_draft(step.q)))
+
+
+class BonusFromDraft(v.Token):
+    """W29, of its kind: the bonus is drawn from a draft row."""
+
+    def final(self, step, tau):
+        return step.q[-1] if tau == step.k > 0 else super().final(step, tau)
+
+
+class FirstFailureStopsBlock(v.Block):
+    """W32: block verification that stops at the first failure."""
+
+    stops_at_first_rejection = True
+
+    def accepted(self, passed):
+        return v.Verifier.accepted(self, passed)
+
+
+class CoolDraft(ModelDrafter):
+    """W07: drafted at half the temperature, verified as if at the request's."""
+
+    def _choose(self, logits, sequences, position):
+        hot = super()._choose(logits, sequences, position)
+        cool = super()._choose(logits * 2, sequences, position)
+        return [(token, row) for (token, _), (_, row) in zip(cool, hot, strict=True)]
+
+
+class ArgmaxDraft(ModelDrafter):
+    """W10: the draft is an argmax but is verified as if it had been drawn."""
+
+    def _choose(self, logits, sequences, position):
+        drawn = super()._choose(logits, sequences, position)
+        return [
+            (int(best), row) for best, (_, row) in zip(logits.argmax(axis=1), drawn, strict=True)
+        ]
+
+
+class StaleDraftRows(ModelDrafter):
+    """W35, of its kind: the rows handed to the verifier belong to the position before."""
+
+    def propose(self, sequences, wanted):
+        drafts = super().propose(sequences, wanted)
+        return [
+            Draft(d.tokens, np.concatenate([d.rows[:1], d.rows[:-1]])) if d.tokens else d
+            for d in drafts
+        ]
+
+
+WRONG_VERIFIERS = [
+    ResampleFromTarget,
+    AcceptIfLikelier,
+    Typical,
+    OneHotTestSoftResidual,
+    FreshAfterMismatch,
+    FallsToLastId,
+    AbsoluteResidual,
+    Lenient,
+    BonusFromDraft,
+]
+WRONG_DRAFTERS = [CoolDraft, ArgmaxDraft, StaleDraftRows]
+
+
+def broken(kind, target, draft, monkeypatch):
+    """An engine with one wrong part."""
+    if issubclass(kind, v.Verifier):
+        return build(target, speculative(draft), kind())
+    monkeypatch.setattr("speccheck.engine.engine.ModelDrafter", kind)
+    return build(target, speculative(draft))
+
+
+@pytest.mark.parametrize("kind", [*WRONG_VERIFIERS, *WRONG_DRAFTERS, FirstFailureStopsBlock])
+def test_wrong_shortcuts_are_caught(kind, target, draft, prompts, monkeypatch):
+    """The same battery on the same amount of tokens rejects each of them."""
+    engine = broken(kind, target, draft, monkeypatch)
+    tokens = sample(engine, prompts)
+    p = p_values(tokens, conditionals(target, prompts, tokens))
+    assert rejected(p), p
+    print(kind.__name__, {name: f"{value:.1e}" for name, value in p.items()})
+
+
+def test_wrong_drafters_are_really_used(target, draft, monkeypatch):
+    """The patch above replaces the drafter that the engine builds."""
+    engine = broken(CoolDraft, target, draft, monkeypatch)
+    assert type(engine._drafter) is CoolDraft
+    assert drafters.ModelDrafter is ModelDrafter
