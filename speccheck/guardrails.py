@@ -316,7 +316,7 @@ def judge(
         if stage in RULES[name].stages
     ]
     mine = [m for m in measurements if m.route == route and m.stage == stage]
-    known = {m.metric for m in mine if m.estimate is not None and m.estimate.is_known}
+    known = {m.metric for m in mine if _is_whole(m.estimate)}
     jobs = [
         (rule, limit, m)
         for rule, limit in asked
@@ -381,6 +381,11 @@ def _with_implied(rules: Mapping[str, RuleLimit], stage: Stage) -> dict[str, Rul
     return implied
 
 
+def _is_whole(e: Estimate | None) -> bool:
+    """Whether there is an estimate without a NaN in it; half an interval decides nothing."""
+    return e is not None and not any(math.isnan(x) for x in (e.value, e.low, e.high))
+
+
 def _is_zero(m: Measurement) -> bool:
     return m.estimate is not None and m.estimate.high == 0
 
@@ -401,21 +406,21 @@ def _fail_p(m: Measurement, rule: Rule, limit: float, floor: Estimate | None) ->
 
     Exact counts have no chance in them: 0 if beyond.
     """
-    if m.estimate is None or not m.estimate.is_known:
+    if m.estimate is None or not _is_whole(m.estimate):
         return 1.0
     if rule.kind == "count":
         return 0.0 if _outside(rule, m.estimate, limit) else 1.0
     levels = [
         e.alpha
         for e in (m.estimate, *m.fail_estimates)
-        if e.is_known and _outside(rule, _widened(e, rule, limit, floor), limit)
+        if _is_whole(e) and _outside(rule, _widened(e, rule, limit, floor), limit)
     ]
     return min(levels, default=1.0)
 
 
 def _noise(rule: Rule, limit: float, floor: Estimate | None) -> float:
     """Log noise of the A/A control if it is more than half of what the rule allows, else 0."""
-    if floor is None or rule.kind not in ("regression", "speedup") or not floor.is_known:
+    if floor is None or rule.kind not in ("regression", "speedup") or not _is_whole(floor):
         return 0.0
     if floor.low <= 0 or math.isinf(floor.high):
         return math.inf
@@ -448,7 +453,7 @@ def _finding(
     e = m.estimate
     min_n = limit.min_n if limit.min_n is not None else rule.min_n
     needed: int | None = None
-    if e is None or not e.is_known:
+    if e is None or not _is_whole(e):
         # A slice without data beside others that have some is thin, not broken.
         thin = m.cohort and m.metric in known
         verdict = Verdict.INCONCLUSIVE if thin else Verdict.ERROR

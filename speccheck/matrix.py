@@ -505,7 +505,7 @@ def _outcomes(pairing: Pairing, measured: Measured) -> list[Measurement]:
         measured(
             "fallback_rate",
             (lambda a: stats.clopper_pearson(len(fell), len(spec), alpha=a)) if spec else None,
-            f"{len(fell)} of {len(spec)} requests fell back",
+            f"{len(fell)} of {len(spec)} requests fell back" if spec else "no request was sent",
             fell,
         ),
     ]

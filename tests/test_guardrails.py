@@ -1,0 +1,434 @@
+"""Rules with their cases: pass, fail, too little, no data; and what holds for all of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
+from rule_receipts import pairs, receipt
+
+from speccheck import grading, guardrails, lossless, matrix, stats
+from speccheck.config import load_guardrails
+from speccheck.errors import UsageError
+from speccheck.grading import Structured
+from speccheck.guardrails import RULES, RuleLimit, judge
+from speccheck.lossless import Case, Compared, Divergence
+from speccheck.records import Estimate, Measurement, Stage, Verdict
+
+CASES = YAML(typ="safe").load(Path(__file__).parent / "cases" / "rules.yaml")
+VERDICTS = {
+    "pass": Verdict.PASS,
+    "fail": Verdict.FAIL,
+    "too_little": Verdict.INCONCLUSIVE,
+    "undecided": Verdict.INCONCLUSIVE,
+    "no_data": Verdict.ERROR,
+}
+
+
+def measurements(data: dict[str, Any], stage: Stage) -> list[Measurement]:
+    """Synthetic evidence of one stage, measured as the stages measure it."""
+    rng = np.random.default_rng(7)
+    if "quality" in data:
+        runs = {"agree": ("pass", "pass"), "regression": ("pass", "fail")}
+        cases = [
+            Case(f"{kind}{i}", (runs[kind][0],) * 3, (runs[kind][1],) * 3)
+            for kind in runs
+            for i in range(data["quality"].get(kind, 0))
+        ]
+        cases += [
+            Case(f"c{i}", ("pass", "pass"), ("fail",))
+            for i in range(data["quality"].get("candidate", 0))
+        ]
+        return lossless.measure_quality(cases, stage=stage, route="chat", runs=3)
+    if "greedy" in data:
+        equal = [Compared(f"p{i}", f"r{i}", 60, None) for i in range(data["greedy"]["equal"])]
+        parted = [
+            Compared(f"d{i}", f"s{i}", 11, Divergence(10, 1, 2), gap, lossless.classify(gap, 0.1))
+            for i, gap in enumerate(data["greedy"]["gaps"])
+        ]
+        floor = lossless.NoiseFloor(0.1, 300, 0.01)
+        return lossless.measure_lossless(equal + parted, equal, floor, stage=stage, route="chat")
+    if "structured" in data:
+        valid, n = data["structured"]["valid"], data["structured"]["n"]
+        graded = [
+            Structured("speculative", f"r{i}", "pass" if i < valid else "fail") for i in range(n)
+        ]
+        return grading.measure_structured_validity(graded, stage=stage, route="chat")
+    if "protected" in data:
+        receipts = []
+        for number in range(10 * data["protected"]["blocks"]):
+            block = number // 10
+            loaded = block % 4 in (1, 2)
+            delay = data["protected"]["delay"] if loaded else 1
+            fields = {"block": block, "phase": "protected", "stage": stage}
+            spread = rng.lognormal(0, 0.05)
+            receipts.append(
+                receipt(
+                    number,
+                    "target_only",
+                    priority="protected",
+                    tpot_ms=20 * delay * spread,
+                    ttft_ms=50 * delay * spread,
+                    **fields,
+                )
+            )
+            if loaded:
+                receipts.append(receipt(10_000 + number, "speculative", **fields))
+        return matrix.measure_protected(receipts, stage=stage, route="chat")
+    receipts = []
+    if "pairs" in data:
+        plan = dict(data["pairs"])
+        if plan.pop("counts", "") == "none":
+            plan |= {"proposed_tokens": None}
+        receipts = pairs(rng, plan.pop("n"), stage=stage, **plan)
+    if "change" in data:
+        change = dict(data["change"])
+        arm, count = change.pop("arm"), change.pop("count")
+        chosen = [r.receipt_id for r in receipts if r.arm == arm][:count]
+        receipts = [replace(r, **change) if r.receipt_id in chosen else r for r in receipts]
+    return matrix.measure_route(receipts, stage=stage, route="chat", rng=rng)
+
+
+@pytest.mark.parametrize(
+    ("rule", "case"),
+    [(rule, case) for rule, cases in CASES.items() for case in cases if case != "limit"],
+)
+def test_rule_case(rule, case):
+    """Each case of each rule gets its verdict, its sentence, and, if open, what is missing."""
+    spec = CASES[rule][case]
+    stage = RULES[rule].stages[-1] if case != "no_data" else RULES[rule].stages[0]
+    if rule == "max_protected_delay" and case == "no_data":
+        found = judge({rule: RuleLimit(0.03)}, [], stage=stage, route="chat")
+    else:
+        found = judge(
+            {rule: RuleLimit(CASES[rule]["limit"])},
+            measurements(spec["data"], stage),
+            stage=stage,
+            route="chat",
+        )
+    finding = next(f for f in found if f.rule == rule)
+    expected = Verdict[spec["verdict"].upper()] if "verdict" in spec else VERDICTS[case]
+    assert finding.verdict is expected, finding.why
+    assert spec["why"] in finding.why
+    assert finding.cohort == ""
+    if case == "too_little":
+        assert finding.needed
+        assert finding.needed > 0
+
+
+def test_every_rule_has_its_cases():
+    """Pass, fail and no data for each rule; too little for each that has a minimum."""
+    assert set(CASES) == set(RULES)
+    for name, cases in CASES.items():
+        wanted = {"limit", "pass", "fail", "no_data"}
+        if RULES[name].min_n > 1:
+            wanted.add("too_little")
+        assert wanted <= set(cases), name
+
+
+def test_every_rule_names_a_metric_that_someone_emits():
+    """No rule waits for a metric that nothing measures."""
+    emitted = {
+        m.metric
+        for data, stage in (
+            ({"pairs": {"n": 20}}, Stage.CANARY),
+            ({"quality": {"agree": 5}}, Stage.REPLAY),
+            ({"greedy": {"equal": 5, "gaps": []}}, Stage.REPLAY),
+            ({"structured": {"valid": 5, "n": 5}}, Stage.REPLAY),
+            ({"protected": {"blocks": 8, "delay": 1}}, Stage.SHADOW),
+        )
+        for m in measurements(data, stage)
+    }
+    assert {rule.metric for rule in RULES.values()} <= emitted
+
+
+def test_the_shipped_block_loads_and_names_real_rules():
+    """The block of the design loads as it stands, percent strings included."""
+    path = Path(__file__).parent.parent / "rules" / "guardrails.yaml"
+    limits = load_guardrails(path).limits("any")
+    assert limits == {
+        "min_acceptance_rate": 0.55,
+        "max_tpot_p95_regression": 0.10,
+        "max_error_rate": 0.01,
+        "max_quality_regression_cases": 0,
+    }
+    assert set(limits) <= set(RULES)
+
+
+def test_config_and_rules_agree():
+    """Every rule can be set in the configuration, and nothing else can."""
+    from speccheck.config import RuleLimits
+
+    assert set(RuleLimits.model_fields) == set(RULES)
+
+
+def test_the_commented_rules_are_real():
+    """What the shipped file shows as a comment loads once it is no comment any more."""
+    text = (Path(__file__).parent.parent / "rules" / "guardrails.yaml").read_text()
+    shown = {
+        line.split("#", 1)[1].split(":")[0].strip()
+        for line in text.splitlines()
+        if line.startswith("  # m") and ":" in line
+    }
+    assert shown < set(RULES)
+    assert len(shown) >= 12
+
+
+def test_an_unknown_rule_is_an_error():
+    """A misspelt rule is refused, not ignored."""
+    with pytest.raises(UsageError, match="min_acceptence_rate"):
+        judge({"min_acceptence_rate": RuleLimit(0.5)}, [], stage=Stage.SHADOW, route="chat")
+
+
+# --- the interval decides -----------------------------------------------------------------------
+
+
+def measured(
+    low: float,
+    value: float,
+    high: float,
+    *,
+    metric: str = "tpot_p95_ratio",
+    n: int = 500,
+    cohort: str = "",
+    share: float = 1.0,
+    fail_scale: float = 1.0,
+) -> Measurement:
+    """A measurement whose limits at all small levels are those given, widened by a scale."""
+    wide = (low - (fail_scale - 1), high + (fail_scale - 1))
+    return Measurement(
+        metric,
+        "shadow",
+        "chat",
+        cohort,
+        Estimate(value, low, high, n, "given", 0.05),
+        fail_estimates=tuple(
+            Estimate(value, *wide, n, "given", level) for level in stats.FAIL_LEVELS
+        ),
+        share=share,
+    )
+
+
+def verdict(m: Measurement, limit: float = 0.10, rule: str = "max_tpot_p95_regression", **how):
+    found = judge({rule: RuleLimit(limit)}, [m], stage=Stage.SHADOW, route="chat", **how)
+    return next(f for f in found if f.rule == rule)
+
+
+bounds = st.tuples(*[st.floats(0.5, 2.0)] * 3).map(sorted)
+
+
+@given(bounds)
+def test_interval_decides_wholly(limits):
+    """Inside passes, outside fails, across is inconclusive, for any interval."""
+    low, value, high = limits
+    found = verdict(measured(low, value, high))
+    expected = Verdict.FAIL if low > 1.1 else Verdict.PASS if high <= 1.1 else Verdict.INCONCLUSIVE
+    assert found.verdict is expected
+
+
+@given(bounds, st.integers(0, 2))
+def test_nan_is_never_a_pass(limits, where):
+    """A NaN in any place of an estimate does not pass."""
+    broken = [*limits]
+    broken[where] = math.nan
+    found = verdict(measured(*broken))
+    assert found.verdict is not Verdict.PASS
+
+
+def test_a_limit_is_met_by_reaching_it():
+    """An interval that ends exactly on the limit is inside."""
+    assert verdict(measured(1.0, 1.05, 1 + 0.10)).verdict is Verdict.PASS
+
+
+def test_rounding_does_not_turn_a_miss_into_a_hit():
+    """A value just over the limit is shown with the digits that tell it from the limit."""
+    found = verdict(measured(1.100005, 1.100006, 1.100007))
+    assert found.verdict is Verdict.FAIL
+    assert "+10.001%" in found.why
+
+
+def test_a_failure_needs_the_small_level():
+    """Outside at 5 % but not at 1 % is not yet a failure."""
+    found = verdict(measured(1.12, 1.15, 1.2, fail_scale=1.05))
+    assert found.verdict is Verdict.INCONCLUSIVE
+
+
+def test_many_cohorts_make_failing_harder():
+    """One failure in 60 looks needs a smaller level than one in one look (Holm)."""
+
+    def levels(low_at: float) -> Measurement:
+        m = measured(1.12, 1.15, 1.2, cohort="concurrency 1")
+        estimates = tuple(
+            replace(e, low=1.12 if e.alpha >= low_at else 1.0) for e in m.fail_estimates
+        )
+        return replace(m, fail_estimates=estimates)
+
+    others = [measured(0.8, 0.9, 1.0, cohort=f"concurrency {i}") for i in range(2, 61)]
+    rules = {"max_tpot_p95_regression": RuleLimit(0.10)}
+
+    def worst(found):
+        return next(f for f in found if f.cohort == "concurrency 1").verdict
+
+    at_005, at_0001 = (
+        worst(judge(rules, [levels(a), *others], stage=Stage.SHADOW, route="chat"))
+        for a in (0.005, 0.0001)
+    )
+    assert verdict(levels(0.005)).verdict is Verdict.FAIL
+    assert (at_005, at_0001) == (Verdict.INCONCLUSIVE, Verdict.FAIL)
+
+
+def test_family_of_healthy_slices_rarely_fails():
+    """With 20 slices exactly on the limit, at most 3 in 60 runs see a failure (level .01)."""
+    rng = np.random.default_rng(3)
+    rules = {"min_acceptance_rate": RuleLimit(0.5)}
+    alarms = 0
+    for _ in range(60):
+        found = []
+        for i in range(20):
+            accepted = rng.binomial(100, np.clip(rng.normal(0.5, 0.1, 60), 0, 1))
+
+            def estimate(a: float, accepted=accepted) -> Estimate:
+                return stats.acceptance_rate(accepted, [100] * 60, alpha=a)
+
+            found.append(
+                Measurement(
+                    "acceptance_rate",
+                    "shadow",
+                    "chat",
+                    f"concurrency {i}",
+                    estimate(0.05),
+                    fail_estimates=tuple(estimate(a) for a in (0.01, 0.0005, 0.0001)),
+                )
+            )
+        verdicts = {f.verdict for f in judge(rules, found, stage=Stage.SHADOW, route="chat")}
+        alarms += Verdict.FAIL in verdicts
+    assert alarms <= 3
+
+
+def test_a_small_slice_must_not_fail_but_need_not_pass():
+    """Under a tenth of the requests an open slice is shown and not counted, a failed one counts."""
+    whole = measured(0.8, 0.9, 1.0)
+    rules = {"max_tpot_p95_regression": RuleLimit(0.10)}
+    for low, high, is_counted in ((0.9, 1.3, False), (1.2, 1.3, True)):
+        small = measured(low, 1.25, high, cohort="prompt >=4096", share=0.05)
+        found = judge(rules, [whole, small], stage=Stage.SHADOW, route="chat")
+        finding = next(f for f in found if f.cohort)
+        assert finding.counted is is_counted
+    assert verdict(measured(0.9, 1.25, 1.3, cohort="x", share=0.5)).counted
+
+
+def test_noise_floor_makes_a_gate_untestable():
+    """Where target-only differs from itself by 8 %, a change of 9 % is neither pass nor fail."""
+    floor = {"tpot_p95_ratio": Estimate(1.0, 0.93, 1.08, 200, "A/A", 0.05)}
+    within = measured(1.02, 1.04, 1.06)
+    beyond = measured(1.12, 1.14, 1.16)
+    assert verdict(within).verdict is Verdict.PASS
+    assert verdict(beyond).verdict is Verdict.FAIL
+    for m in (within, beyond):
+        found = verdict(m, noise_floors=floor)
+        assert found.verdict is Verdict.INCONCLUSIVE
+        assert "noise floor" in found.why
+    clear = verdict(measured(0.6, 0.65, 0.7), noise_floors=floor)
+    assert clear.verdict is Verdict.PASS
+    awful = verdict(measured(1.4, 1.5, 1.6), noise_floors=floor)
+    assert awful.verdict is Verdict.FAIL
+    quiet = {"tpot_p95_ratio": Estimate(1.0, 0.99, 1.01, 200, "A/A", 0.05)}
+    assert verdict(within, noise_floors=quiet).verdict is Verdict.PASS
+
+
+def test_dry_run_is_shown_and_not_counted():
+    """A rule in dry run keeps its verdict."""
+    found = judge(
+        {"max_tpot_p95_regression": RuleLimit(0.10, counted=False)},
+        [measured(1.2, 1.3, 1.4)],
+        stage=Stage.SHADOW,
+        route="chat",
+    )
+    finding = next(f for f in found if f.rule == "max_tpot_p95_regression")
+    assert (finding.verdict, finding.counted) == (Verdict.FAIL, False)
+
+
+def test_minimum_n_can_be_set():
+    """The user's own minimum replaces the built-in one."""
+    rules = {"max_tpot_p95_regression": RuleLimit(0.10, min_n=1000)}
+    found = judge(rules, [measured(0.8, 0.9, 1.0)], stage=Stage.SHADOW, route="chat")
+    finding = next(f for f in found if f.rule == "max_tpot_p95_regression")
+    assert (finding.verdict, finding.needed) == (Verdict.INCONCLUSIVE, 500)
+
+
+def test_refusals_are_judged_wherever_errors_are():
+    """T13: with only an error rule set, 10 % refused requests fail under their own name."""
+    spec = CASES["max_unsupported_requests"]["fail"]["data"]
+    found = judge(
+        {"max_error_rate": RuleLimit(0.01)},
+        measurements(spec, Stage.SHADOW),
+        stage=Stage.SHADOW,
+        route="chat",
+    )
+    assert found[0].rule == "max_unsupported_requests"
+    assert found[0].verdict is Verdict.FAIL
+    assert "not by chance" in found[0].why
+    assert next(f for f in found if f.rule == "max_error_rate").verdict is not Verdict.FAIL
+
+
+def test_shadow_always_asks_whether_it_pays():
+    """Without a rule of its own, a speed-up of at least 1 is asked for in shadow only."""
+    rules = {"max_error_rate": RuleLimit(0.01)}
+    for stage, is_asked in ((Stage.SHADOW, True), (Stage.CANARY, False)):
+        data = measurements({"pairs": {"n": 50}}, stage)
+        found = {f.rule for f in judge(rules, data, stage=stage, route="chat")}
+        assert ("min_speedup" in found) is is_asked
+
+
+def test_a_dead_drafter_fails_with_a_hint():
+    """T06: 0 of 6630 drafted tokens accepted is a failure, not missing data, with a hint."""
+    data = matrix.acceptance_from_counters(0, 6630, 12, stage="shadow", route="chat")
+    found = verdict(data, 0.55, "min_acceptance_rate")
+    assert found.verdict is Verdict.FAIL
+    assert "0 of 6630 drafted tokens accepted" in found.why
+    assert "wrong method name" in found.why
+
+
+def test_a_hidden_slice_fails():
+    """T12: the total passes .40, the long prompts at .06 fail."""
+    rng = np.random.default_rng(1)
+    receipts = [
+        receipt(i, "speculative", prompt_tokens=n, proposed_tokens=d, accepted_tokens=a)
+        for i, (n, d, a) in enumerate(
+            [(500, 120, int(a)) for a in rng.binomial(120, 0.55, 420)]
+            + [(20000, 290, int(a)) for a in rng.binomial(290, 0.06, 30)]
+        )
+    ]
+    found = judge(
+        {"min_acceptance_rate": RuleLimit(0.40)},
+        matrix.measure_route(receipts, stage="shadow", route="chat", rng=rng),
+        stage=Stage.SHADOW,
+        route="chat",
+    )
+    verdicts = {f.cohort: f.verdict for f in found if f.rule == "min_acceptance_rate"}
+    assert verdicts[""] is Verdict.PASS
+    assert verdicts["prompt >=4096"] is Verdict.FAIL
+    assert verdicts["prompt 256-1023"] is Verdict.PASS
+
+
+def test_a_measurement_of_another_stage_or_route_does_not_count():
+    """Judging a stage in which nothing was measured is an error, whatever other stages found."""
+    rules = {"max_tpot_p95_regression": RuleLimit(0.10)}
+    for stage, route in ((Stage.CANARY, "chat"), (Stage.SHADOW, "other")):
+        found = judge(rules, [measured(0.8, 0.9, 1.0)], stage=stage, route=route)
+        assert {f.verdict for f in found} == {Verdict.ERROR}
+    assert judge(rules, [], stage=Stage.REPLAY, route="chat") == ()
+
+
+def test_each_rule_states_what_it_means():
+    """The reference table has a sentence for each rule."""
+    assert all(rule.meaning.endswith(".") for rule in RULES.values())
+    assert all(rule.min_n_fail <= rule.min_n for rule in RULES.values())
+    assert guardrails.ALPHA_FAIL in stats.FAIL_LEVELS
