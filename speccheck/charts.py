@@ -34,8 +34,9 @@ _PAINT = {
     "#0a0a04": "var(--arm-target)",
     "#0a0a05": "var(--arm-spec)",
     "#0a0a06": "var(--bad)",
+    "#0a0a07": "var(--page)",
 }
-_INK, _FAINT, _LINE, _TARGET, _SPEC, _BAD = _PAINT
+_INK, _FAINT, _LINE, _TARGET, _SPEC, _BAD, _PAGE = _PAINT
 _DASHED = (0, (4, 2))
 
 
@@ -143,7 +144,8 @@ class Ratio:
     value: float
     low: float | None
     high: float | None
-    bad: bool
+    tone: str
+    """good, bad or unsure: a filled circle, a cross or a hollow circle."""
 
 
 @dataclass(frozen=True)
@@ -237,6 +239,7 @@ def _timeline(figure: Figure, picture: Timeline) -> None:
             va="top",
             color=_BAD,
             fontweight="bold",
+            bbox={"facecolor": _PAGE, "edgecolor": "none", "pad": 1},
         )
     _legend(figure, [track.series for panel in picture.panels for track in panel.tracks])
 
@@ -247,11 +250,13 @@ def _ratios(figure: Figure, picture: Ratios) -> None:
     left, right = min([*ends, 1.0]), max([*ends, picture.limit or 1.0, 1.0])
     pad = (right - left) * 0.08 or 0.1
     for y, row in enumerate(picture.rows):
-        paint = _BAD if row.bad else _INK
+        paint = _BAD if row.tone == "bad" else _INK
         low = left - pad if row.low is None else row.low
         high = right + pad if row.high is None else row.high
         axes.plot([low, high], [y, y], color=paint, linewidth=1.4)
-        axes.plot([row.value], [y], color=paint, marker="X" if row.bad else "o", markersize=5)
+        marker = "X" if row.tone == "bad" else "o"
+        fill = _PAGE if row.tone == "unsure" else paint
+        axes.plot([row.value], [y], color=paint, marker=marker, markersize=5, markerfacecolor=fill)
     axes.axvline(1, color=_FAINT, linewidth=0.8)
     if picture.limit is not None:
         axes.axvline(picture.limit, color=_BAD, linewidth=1, linestyle=_DASHED)

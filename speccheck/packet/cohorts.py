@@ -9,7 +9,7 @@ from speccheck.charts import Ratio, Ratios
 from speccheck.matrix import MatrixRow
 from speccheck.packet import view
 from speccheck.packet.evidence import RunEvidence
-from speccheck.packet.parts import counted, interval, known, listed
+from speccheck.packet.parts import interval, known, listed
 from speccheck.packet.settings import setting_lines
 from speccheck.packet.view import Figure, Mark, Missing
 
@@ -107,7 +107,7 @@ def _latency(metric: str, row: MatrixRow) -> view.LatencyGroup:
     ]
     short = [quantile for quantile in ("p50", "p95", "p99") if quantile not in cells]
     if short:
-        lines.append(Missing(f"{listed(short)}: {counted(row.n_pairs, 'pair')} are too few"))
+        lines.append(Missing(f"{row.n_pairs} pairs are too few for {listed(short)}"))
     return view.LatencyGroup(METRIC_NAMES[metric], tuple(lines))
 
 
@@ -119,8 +119,8 @@ def _matrix_chart(rows: Sequence[MatrixRow]) -> view.Chart | Missing:
         if isinstance(ratio, Missing):
             continue
         name = row.name if len(row.name) <= LABEL_CHARS else f"{row.name[: LABEL_CHARS - 1]}…"
-        bad = row.verdict == "target_only"
-        bars.append(Ratio(f"{name}  {number}", ratio.value, ratio.low, ratio.high, bad))
+        tone = COHORT_MARKS[row.verdict].tone
+        bars.append(Ratio(f"{name}  {number}", ratio.value, ratio.low, ratio.high, tone))
         bounds = [
             Missing("no bound") if bound is None else Figure("", bound, "ratio")
             for bound in (ratio.low, ratio.high)
@@ -132,7 +132,8 @@ def _matrix_chart(rows: Sequence[MatrixRow]) -> view.Chart | Missing:
         name="cohorts",
         title="e2e of speculative over target-only, by cohort",
         description="Each line is a cohort, numbered as in the table: mean ratio of paired e2e "
-        "times with its interval. Left of 1 is faster. Crosses are cohorts that stay target-only.",
+        "times with its interval. Left of 1 is faster. Crosses stay target-only, hollow circles "
+        "are inconclusive.",
         table=view.ChartTable(("row", "cohort", "n", "ratio", "low", "high"), tuple(table)),
         picture=Ratios(tuple(bars), None, "e2e ratio, speculative / target-only"),
     )

@@ -101,6 +101,8 @@ def environment(finalize: Callable[[Any], Any]) -> jinja2.Environment:
     made.filters |= {
         "figure": figure,
         "interval": interval,
+        "value": _point,
+        "bounds": bounds,
         "limit": exact,
         "count": _thousands,
         "sentence": _sentence,
@@ -110,6 +112,7 @@ def environment(finalize: Callable[[Any], Any]) -> jinja2.Environment:
         "short": _short,
     }
     made.tests["missing"] = lambda value: isinstance(value, Missing)
+    made.tests["exact"] = lambda value: value.low == value.high == value.value
     return made
 
 
@@ -236,11 +239,22 @@ def interval(value: Interval | Missing, limit: float | None = None) -> str:
     """`value [low, high]`, each on its side of the limit."""
     if isinstance(value, Missing):
         return f"not measured: {value.not_measured}"
+    point = _point(value, limit)
+    return point if value.low == value.high == value.value else f"{point} {bounds(value, limit)}"
+
+
+def _point(value: Interval, limit: float | None = None) -> str:
+    return _number(value.value, value.unit, limit)
+
+
+def bounds(value: Interval, limit: float | None = None) -> str:
+    """`[low, high]`; a unit that stands behind the value is not said again."""
+    unit = "" if value.unit == "s" else _scale(value.value, value.unit)[1]
     low, high = (
-        "none" if bound is None else _number(bound, value.unit, limit)
+        "no bound" if bound is None else _number(bound, value.unit, limit).removesuffix(unit)
         for bound in (value.low, value.high)
     )
-    return f"{_number(value.value, value.unit, limit)} [{low}, {high}]"
+    return f"[{low}, {high}]"
 
 
 def _number(value: float, unit: str, limit: float | None = None) -> str:

@@ -120,7 +120,7 @@ def words(name: str) -> str:
 
 
 def counted(n: int, noun: str) -> str:
-    """ "1 route", "2 routes"."""
+    """A number with its noun: 1 route, 2 routes."""
     return f"{n:,} {noun}" if n == 1 else f"{n:,} {noun}s"
 
 

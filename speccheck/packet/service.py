@@ -30,6 +30,7 @@ from speccheck.packet.evidence import RunEvidence
 from speccheck.packet.parts import (
     ARM_NAMES,
     STAGES,
+    counted,
     figure,
     interval,
     part_of,
@@ -78,18 +79,22 @@ def service_view(evidence: RunEvidence) -> view.ServiceView | Missing:
             "neither shadow nor canary has completed requests on both arms"
             + "".join(f"; {reason}" for reason in left_out)
         )
-    quantiles = tuple(
-        _quantiles(metric, stage, load, arm, [v for r in of_arm if (v := get(r)) is not None])
-        for metric, get in METRICS
-        for (stage, load), arms in groups.items()
-        for arm, of_arm in arms.items()
-    )
     shadow = stage_evidence(evidence, Stage.SHADOW)
     return view.ServiceView(
         summary=_service_summary(groups),
         sharing=shadow.get("sharing", ""),
         left_out=tuple(left_out),
-        quantiles=quantiles,
+        loads=tuple(
+            view.LoadLine(
+                metric=metric,
+                stage=stage,
+                load=load,
+                target=_quantiles(_values(arms[Arm.TARGET_ONLY], get)),
+                speculative=_quantiles(_values(arms[Arm.SPECULATIVE], get)),
+            )
+            for metric, get in METRICS
+            for (stage, load), arms in groups.items()
+        ),
         strips=tuple(_strip_chart(metric, groups) for metric, _ in METRICS),
         distributions=tuple(
             chart
@@ -116,9 +121,9 @@ def _comparable(measured: Sequence[Receipt]) -> tuple[list[Receipt], list[str]]:
     done: list[Receipt] = []
     for receipt in measured:
         if receipt.priority == "protected" and receipt.stage == Stage.SHADOW:
-            reasons["protected traffic, shown on its own below"] += 1
+            reasons["of protected traffic, which has its own part below"] += 1
         elif receipt.outcome != Outcome.OK:
-            reasons["not completed (error, rejected, cut off or cancelled)"] += 1
+            reasons["that did not complete"] += 1
         else:
             done.append(receipt)
     arms_of: dict[tuple[str, str], set[str]] = defaultdict(set)
@@ -129,10 +134,10 @@ def _comparable(measured: Sequence[Receipt]) -> tuple[list[Receipt], list[str]]:
         if len(arms_of[_partner(receipt)]) > 1:
             kept.append(receipt)
         elif receipt.stage == Stage.SHADOW:
-            reasons["shadow requests without a partner on the other arm"] += 1
+            reasons["in shadow without a partner on the other arm"] += 1
         else:
-            reasons["canary requests on routes that one arm alone served"] += 1
-    return kept, [f"{n:,} {reason}" for reason, n in reasons.items()]
+            reasons["in the canary on routes that one arm alone served"] += 1
+    return kept, [f"{counted(n, 'request')} {reason}" for reason, n in reasons.items()]
 
 
 def _partner(receipt: Receipt) -> tuple[str, str]:
@@ -146,10 +151,11 @@ def _by_load(receipts: Iterable[Receipt]) -> Groups:
         arms = found.setdefault((receipt.stage, receipt.concurrency), {})
         arms.setdefault(receipt.arm, []).append(receipt)
     return {
-        (stage, f"{load} in flight"): {arm: arms[arm] for arm in ARM_NAMES if arm in arms}
+        (stage, f"{load} in flight"): {arm: arms[arm] for arm in ARM_NAMES}
         for (stage, load), arms in sorted(
             found.items(), key=lambda item: (STAGES.index(item[0][0]), item[0][1])
         )
+        if len(arms) == len(ARM_NAMES)
     }
 
 
@@ -162,17 +168,13 @@ def _service_summary(groups: Groups) -> str:
     return f"Completed requests per load: {'; '.join(parts)}."
 
 
-def _quantiles(
-    metric: str, stage: str, load: str, arm: str, values: Sequence[float]
-) -> view.Quantiles:
+def _quantiles(values: Sequence[float]) -> view.Quantiles:
     def at(p: float, needs: int) -> Figure | Missing:
         if len(values) < needs:
             return Missing(f"n {len(values)} is under {needs}")
         return Figure(f"p{p * 100:g}", stats.quantile(values, p), "s")
 
-    return view.Quantiles(
-        metric, stage, load, arm, len(values), at(0.5, 1), at(0.95, P95_NEEDS), at(0.99, P99_NEEDS)
-    )
+    return view.Quantiles(len(values), at(0.5, 1), at(0.95, P95_NEEDS), at(0.99, P99_NEEDS))
 
 
 def _values(receipts: Iterable[Receipt], get: Callable[[Receipt], float | None]) -> list[float]:
@@ -194,7 +196,7 @@ def _strip_chart(metric: str, groups: Groups) -> view.Chart:
             if values:
                 at = [stats.quantile(values, p) * 1e3 for p in (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)]
                 strips.append(Strip(_series(arm), *at))
-            numbers = _quantiles(metric, stage, load, arm, values)
+            numbers = _quantiles(values)
             label = f"{stage}, {load}"
             quantiles = (numbers.p50, numbers.p95, numbers.p99)
             table.append((label, ARM_NAMES[arm], len(values), *quantiles))
@@ -343,7 +345,7 @@ def _step_line(step: Mapping[str, Any]) -> view.StepLine:
     return view.StepLine(
         step=step["step"],
         route=step["route"],
-        share=step["share"],
+        share=Figure("share", step["share"], "share"),
         began=Figure("began", step["started_s"], "clock"),
         ended=Missing("still running when the stage ended")
         if step["ended_s"] is None
@@ -367,6 +369,7 @@ def _step_line(step: Mapping[str, Any]) -> view.StepLine:
 
 
 def _event_line(event: Mapping[str, Any]) -> view.EventLine:
+    fell_back = event["kind"] == FALL_BACK
     return view.EventLine(
         at=Figure("at", event["at_s"], "clock"),
         kind=words(event["kind"]),
@@ -374,8 +377,8 @@ def _event_line(event: Mapping[str, Any]) -> view.EventLine:
         text=event["text"],
         rule=event.get("rule", ""),
         action=event.get("action", ""),
-        handed_over=event.get("handed_over", Missing("no request was in flight or none counted")),
-        tone="bad" if event["kind"] == FALL_BACK else "plain",
+        handed_over=part_of(event, "handed_over", "not counted") if fell_back else None,
+        tone="bad" if fell_back else "plain",
     )
 
 

@@ -361,16 +361,23 @@ class MatrixView:
 
 @dataclass(frozen=True)
 class Quantiles:
-    """Latency of one arm at one load. A quantile that n cannot carry is a `Missing`."""
+    """Latency of one arm. A quantile that n cannot carry is a `Missing`."""
 
-    metric: str
-    stage: str
-    load: str
-    arm: str
     n: int
     p50: Figure | Missing
     p95: Figure | Missing
     p99: Figure | Missing
+
+
+@dataclass(frozen=True)
+class LoadLine:
+    """One metric at one load, on both arms."""
+
+    metric: str
+    stage: str
+    load: str
+    target: Quantiles
+    speculative: Quantiles
 
 
 Cell = str | int | Figure | Missing
@@ -459,7 +466,7 @@ class StepLine:
 
     step: str
     route: str
-    share: float
+    share: Figure
     began: Figure
     ended: Figure | Missing
     speculative_n: int
@@ -479,7 +486,8 @@ class EventLine:
     text: str
     rule: str
     action: str
-    handed_over: int | Missing
+    handed_over: int | Missing | None
+    """None for an event that hands nothing over."""
     tone: Tone
 
 
@@ -499,7 +507,7 @@ class ServiceView:
     summary: str
     sharing: str
     left_out: tuple[str, ...]
-    quantiles: tuple[Quantiles, ...]
+    loads: tuple[LoadLine, ...]
     strips: tuple[Chart, ...]
     distributions: tuple[Chart, ...]
     scheduling: SchedulingTable | Missing
