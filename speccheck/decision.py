@@ -214,13 +214,8 @@ def junit(decisions: Sequence[Decision]) -> str:
 
 
 def _xml(text: str) -> str:
-    """Characters that XML 1.0 cannot hold, written as escapes."""
-    return "".join(
-        c
-        if c in "\t\n\r" or " " <= c <= "\ud7ff" or "\ue000" <= c <= "\ufffd" or c > "\uffff"
-        else repr(c)[1:-1]
-        for c in text
-    )
+    """Text for a report: what XML 1.0 cannot hold, and what would not print, as escapes."""
+    return "".join(c if c.isprintable() or c in "\t\n\r" else repr(c)[1:-1] for c in text)
 
 
 _ACTION_WORDS = {
@@ -261,6 +256,7 @@ def summary_markdown(decisions: Sequence[Decision]) -> str:
 
 def _cell(text: str) -> str:
     """Text inside a Markdown table cell: foreign characters can neither end it nor become HTML."""
+    text = _xml(text)
     for raw, safe in (
         ("&", "&amp;"),
         ("<", "&lt;"),
