@@ -169,8 +169,9 @@ class PlannedRequest:
 
     Key: (run, stage, phase, arm, prompt, repeat). `phase` names the part of the stage (greedy,
     sampled, aa, load-4, block-3, step-2 ...); `pair_id` joins the arms' receipts of one prompt;
-    `offset_s` is the intended send time after the start of the phase (open loop) or None (closed
-    loop: as soon as a worker is free). `warm_up` requests are driven but excluded from estimates.
+    `offset_s` is the intended send time after the start of the phase, or of its block where it has
+    several (open loop), or None (closed loop: as soon as a worker is free). `warm_up` requests are
+    driven but excluded from estimates.
     """
 
     stage: Stage
