@@ -160,7 +160,7 @@ async def drive(
         limits: when to call the client itself late.
 
     Raises:
-        UsageError: for an arm of the plan without an endpoint.
+        UsageError: for an arm of the plan without an endpoint, or a key that is planned twice.
         EngineError: when an arm cannot be reached and `give_up_after` is passed.
         StoreError: from `write`; the drive stops, since what it measures would be lost.
         asyncio.CancelledError: after all completed receipts were written.
@@ -168,6 +168,7 @@ async def drive(
     missing = sorted({request.arm for request in plan} - set(arms))
     if missing:
         raise UsageError(f"the plan sends to {', '.join(missing)}, which has no server")
+    keys = _unique_keys(plan, run_id)
     if not plan:
         health = _no_health("nothing was planned")
         now = clock.now_ns()
@@ -180,7 +181,7 @@ async def drive(
         should_send=should_send,
         timeout_s=timeout_s,
         give_up_after=give_up_after,
-        keys={receipt_key(request, run_id) for request in plan},
+        keys=keys,
         pending=_Pending(write),
     )
     started_ns = clock.now_ns()
@@ -296,6 +297,20 @@ class _Run:
                 f"{arm} server at {url}: {self.unreachable[arm]} attempts in a row could not "
                 f"connect ({receipt.error_message}); start it and run the same command to resume"
             )
+
+
+def _unique_keys(plan: Sequence[PlannedRequest], run_id: str) -> set[str]:
+    """The plan's receipt keys; a key that is planned twice would lose one of its receipts."""
+    first: dict[str, PlannedRequest] = {}
+    for request in plan:
+        other = first.setdefault(receipt_key(request, run_id), request)
+        if other is not request:
+            raise UsageError(
+                f"prompt {request.prompt.prompt_id} is planned twice for {request.arm} in phase "
+                f"{request.phase} (routes {other.route} and {request.route}): give each route "
+                "prompts of its own"
+            )
+    return set(first)
 
 
 def _groups(plan: Sequence[PlannedRequest]) -> Iterator[tuple[bool, list[PlannedRequest]]]:

@@ -130,55 +130,64 @@ async def test_ids_and_usage_that_differ_are_a_warning():
     assert seen.warnings == ("1 token ids received, usage says 9",)
 
 
-async def test_first_token_is_the_first_chunk_with_ids():
-    """T26: not the role chunk, not the first visible text, which is reported apart."""
-    script = Script(
-        [
-            sse(chunk("", role="assistant")),
-            0.03,
-            sse(chunk(None, [1, 2, 3], reasoning="hm")),
-            0.03,
-            sse(chunk(None, [4], reasoning="hm")),
-            0.03,
-            sse(chunk("Yes", [5], finish="stop")),
-            sse({"choices": [], "usage": usage_of(5, 5, reasoning=4)}),
-            DONE,
-        ],
-        token_ids=[1, 2, 3, 4, 5],
+def watched(*events: tuple[int, bytes]) -> Observation:
+    """What the client makes of events that arrive at the given milliseconds."""
+    stream = client._Stream(started_ns=0)
+    stream.status = 200
+    for at_ms, event in events:
+        stream.take(event.removeprefix(b"data: ").strip(), at_ms * 1_000_000)
+    return stream.observation(planned(max_tokens=512), {}, None)
+
+
+def test_first_token_is_the_first_chunk_with_ids():
+    """T26: 480 ms, not the role chunk at 12 ms, nor the first content, which is apart at 3900."""
+    seen = watched(
+        (12, sse(chunk("", role="assistant"))),
+        (480, sse(chunk(None, [1, 2, 3], reasoning="hm"))),
+        (500, sse(chunk(None, list(range(4, 410)), reasoning="hm"))),
+        (3900, sse(chunk("Yes", [5], finish="stop"))),
+        (3950, sse(chunk(None, [6, 7]))),
+        (3990, sse({"choices": [], "usage": usage_of(5, 412, reasoning=409)})),
+        (3991, DONE),
     )
-    with ScriptedServer(lambda _body, _n: script) as server:
-        async with client.open_session() as session:
-            seen = await client.send(session, server.url, "m", planned())
-        sent = server.seen[0].sent_at_ns
-    assert seen.first_token_ns is not None
-    assert seen.first_content_ns is not None
-    assert sent[1] < seen.first_token_ns < sent[2]
-    assert sent[3] < seen.first_content_ns
-    assert seen.last_token_ns == seen.first_content_ns
-    assert (seen.text, seen.reasoning, seen.reasoning_tokens) == ("Yes", "hmhm", 4)
+    receipt = client.make_receipt(seen, planned(), "r", SPECULATIVE, "v")
+    assert receipt.outcome == "ok"
+    assert receipt.ttft_s == 0.48
+    assert receipt.first_content_ns == 3_900_000_000
+    assert receipt.e2e_s == 3.95
+    assert receipt.completion_tokens == 412
+    assert receipt.tpot_s == pytest.approx((3.95 - 0.48) / 411)
+    assert receipt.max_chunk_gap_ns == 3_400_000_000
+    assert (seen.text, seen.reasoning, receipt.reasoning_tokens) == ("Yes", "hmhm", 409)
+    assert seen.warnings == ()
 
 
 @pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
-async def test_without_ids_reasoning_is_the_first_token(name):
+def test_without_ids_reasoning_is_the_first_token(name):
     """Where no ids come, reasoning under either name starts the clock, content is apart."""
-    script = Script(
-        [
-            sse(chunk("", role="assistant")),
-            0.02,
-            sse(chunk(None, None, **{name: "hm"})),
-            0.02,
-            sse(chunk("Yes", finish="stop")),
-            DONE,
-        ]
+    seen = watched(
+        (12, sse(chunk("", role="assistant"))),
+        (480, sse(chunk(None, None, **{name: "hm"}))),
+        (3900, sse(chunk("Yes", finish="stop"))),
+        (3990, DONE),
     )
+    assert (seen.first_token_ns, seen.first_content_ns) == (480_000_000, 3_900_000_000)
+    assert seen.last_token_ns == 3_900_000_000
+    assert (seen.text, seen.reasoning) == ("Yes", "hm")
+
+
+async def test_times_are_taken_when_bytes_arrive():
+    """No chunk is stamped before the server sent it, and the stamps are in order."""
+    script = answer([[1], [2], [3]], delay_s=0.005)
     with ScriptedServer(lambda _body, _n: script) as server:
         async with client.open_session() as session:
             seen = await client.send(session, server.url, "m", planned())
-        sent = server.seen[0].sent_at_ns
+        sent = server.seen[0]
     assert seen.first_token_ns is not None
-    assert seen.first_content_ns is not None
-    assert sent[1] < seen.first_token_ns < sent[2] < seen.first_content_ns
-    assert seen.reasoning == "hm"
+    assert seen.last_token_ns is not None
+    assert seen.sent_ns < sent.arrived_ns
+    assert sent.sent_at_ns[1] < seen.first_token_ns <= seen.last_token_ns < seen.done_ns
+    assert sent.sent_at_ns[3] < seen.last_token_ns
 
 
 async def test_streamed_tool_calls_are_output():
@@ -779,6 +788,16 @@ async def test_teacher_forcing_gives_rank_and_logprob_of_each_token():
     first, second = got.prompt_logprobs
     assert first is None
     assert second == client.TokenLogprob(6, -2.5, 4, ((9, -0.1), (6, -2.5)))
+
+
+async def test_logprobs_of_generated_tokens_come_by_id():
+    """The top of each generated position is keyed by token id, not by text."""
+    top = [{"token_id:5": -0.25, "token_id:0": -1.5}, {"token_id:7": 0.0}]
+    got = await completed(
+        {"choices": [{"text": "x", "logprobs": {"top_logprobs": top}}]}, logprobs=2
+    )
+    assert got.logprobs == ({5: -0.25, 0: -1.5}, {7: 0.0})
+    assert (await completed({"choices": [{"text": "x"}]})).logprobs == ()
 
 
 @pytest.mark.parametrize(

@@ -278,6 +278,15 @@ async def test_an_arm_without_a_server_is_a_usage_error(serve):
     assert arms.written == []
 
 
+async def test_a_key_that_is_planned_twice_is_a_usage_error(serve):
+    """Two routes with one prompt would share a receipt, and one of them would be lost."""
+    arms = serve()
+    planned = plan.closed_loop(phase(), prompts(1), rng=rng())
+    twice = [*planned, replace(planned[0], route="other")]
+    with pytest.raises(UsageError, match=r"prompt p0 is planned twice .*routes chat and other"):
+        await arms.drive(twice)
+
+
 async def test_a_server_that_is_gone_ends_the_drive(serve):
     """After so many attempts in a row it says which server; what was measured is written."""
     arms = serve()
