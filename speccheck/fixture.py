@@ -312,11 +312,12 @@ class Checks:
     """Everything one decoding loop was measured by on one table."""
 
     exact: ExactProof
-    largest_deviation: Mapping[str, Any]
-    """Worst exact error of a single cell: {position, token, deviation}."""
+    errors: tuple[tuple[float, ...], ...]
+    """[position][token] exact error of the marginal probability."""
     cells: tuple[Cell, ...]
     chi_squares: tuple[ChiSquare, ...]
     counters: tuple[CounterCheck, ...]
+    law: ExactLaw
     runs: Runs
 
     def failures(self) -> dict[str, str]:
@@ -363,29 +364,47 @@ class Reference:
     """The right loop's own law, for its counters."""
     control: Runs
     """Target-only: the same loop with k = 0, on random numbers of its own."""
+    marginals: list[list[Any]]
+    """[position][token] of the truth."""
+    groups: Mapping[tuple[int, ...], Row]
+    """Law of the tokens at each position and at each pair of neighbours (positions from 0)."""
 
 
 def reference(decoding: Decoding, *, n_seeds: int) -> Reference:
     """The truth for loops on a table that ought to do what `decoding` does."""
+    table, horizon = decoding.table, decoding.table.horizon
+    n_tokens = len(table.vocabulary)
+    truth = target_law(_truth(table, decoding.verifier))
+    positions = [(i,) for i in range(horizon)] + [(i, i + 1) for i in range(horizon - 1)]
     return Reference(
         decoding,
-        target_law(_truth(decoding.table, decoding.verifier)),
+        truth,
         exact_law(decoding),
-        sample(Control(decoding.table, decoding.verifier), np.arange(n_seeds)),
+        sample(Control(table, decoding.verifier), np.arange(n_seeds)),
+        marginals(truth, n_tokens),
+        {group: _group_law(truth, group, n_tokens) for group in positions},
     )
+
+
+def _group_law(truth: Mapping[tuple[int, ...], Any], group: tuple[int, ...], n: int) -> Row:
+    law = np.zeros(n ** len(group))
+    for sequence, mass in truth.items():
+        law[_code([sequence[i] for i in group], n)] += float(mass)
+    return law
 
 
 def check(decoding: Decoding, right: Reference, *, chi2_sf: Chi2Tail) -> Checks:
     """Run every check on a decoding loop, with as many seeds as the reference's control has."""
-    table, truth = decoding.table, right.truth
+    vocabulary = decoding.table.vocabulary
     law = right.law if decoding is right.decoding else exact_law(decoding)
     runs = sample(decoding, np.arange(len(right.control.tokens)))
     return Checks(
-        exact=_prove(law.sequences, truth, table.vocabulary),
-        largest_deviation=_largest_deviation(law.sequences, truth, table.vocabulary),
-        cells=_cells(table, truth, runs, right.control),
-        chi_squares=_chi_squares(table, truth, runs, chi2_sf),
-        counters=_counters(table.horizon, right.law, runs),
+        exact=_prove(law.sequences, right.truth, vocabulary),
+        errors=_errors(law.sequences, right.marginals),
+        cells=_cells(decoding.table, right, runs),
+        chi_squares=_chi_squares(right, runs, chi2_sf),
+        counters=_counters(decoding.table.horizon, right.law, runs),
+        law=law,
         runs=runs,
     )
 
@@ -419,17 +438,14 @@ def _prove(
     )
 
 
-def _largest_deviation(
-    law: Mapping[tuple[int, ...], Any],
-    truth: Mapping[tuple[int, ...], Any],
-    vocabulary: Sequence[str],
-) -> dict[str, Any]:
-    seen, exact = marginals(law, len(vocabulary)), marginals(truth, len(vocabulary))
-    errors = {
-        (i, t): seen[i][t] - exact[i][t] for i in range(len(exact)) for t in range(len(vocabulary))
-    }
-    i, t = max(errors, key=lambda key: abs(errors[key]))
-    return {"position": i + 1, "token": vocabulary[t], "deviation": float(errors[i, t])}
+def _errors(
+    law: Mapping[tuple[int, ...], Any], exact: Sequence[Sequence[Any]]
+) -> tuple[tuple[float, ...], ...]:
+    seen = marginals({s: float(mass) for s, mass in law.items()}, len(exact[0]))
+    return tuple(
+        tuple(f - float(p) for f, p in zip(*pair, strict=True))
+        for pair in zip(seen, exact, strict=True)
+    )
 
 
 def _frequencies(runs: Runs, n_tokens: int) -> list[list[float]]:
@@ -455,13 +471,11 @@ def _tolerances(
     return [[(z * se, z * se * math.sqrt(2)) for se in row] for row in errors]
 
 
-def _cells(
-    table: Table, truth: Mapping[tuple[int, ...], Any], runs: Runs, control: Runs
-) -> tuple[Cell, ...]:
-    n_tokens = len(table.vocabulary)
-    exact = marginals(truth, n_tokens)
+def _cells(table: Table, right: Reference, runs: Runs) -> tuple[Cell, ...]:
+    n_tokens, exact = len(table.vocabulary), right.marginals
     tolerances = _tolerances(table, exact, len(runs.tokens))
-    seen, seen_control = _frequencies(runs, n_tokens), _frequencies(control, n_tokens)
+    seen = _frequencies(runs, n_tokens)
+    seen_control = _frequencies(right.control, n_tokens)
     cells = []
     for i, row in enumerate(exact):
         for token, name in enumerate(table.vocabulary):
@@ -472,18 +486,12 @@ def _cells(
     return tuple(cells)
 
 
-def _chi_squares(
-    table: Table, truth: Mapping[tuple[int, ...], Any], runs: Runs, chi2_sf: Chi2Tail
-) -> tuple[ChiSquare, ...]:
+def _chi_squares(right: Reference, runs: Runs, chi2_sf: Chi2Tail) -> tuple[ChiSquare, ...]:
     """Each position, and each pair of neighbours: what one position alone cannot show."""
-    horizon, n_tokens = table.horizon, len(table.vocabulary)
-    groups = [(i,) for i in range(horizon)] + [(i, i + 1) for i in range(horizon - 1)]
-    level = CHI_SQUARE_ALARM / len(groups)
+    n_tokens = len(right.marginals[0])
+    level = CHI_SQUARE_ALARM / len(right.groups)
     tests = []
-    for group in groups:
-        probabilities = np.zeros(n_tokens ** len(group))
-        for sequence, mass in truth.items():
-            probabilities[_code([sequence[i] for i in group], n_tokens)] += float(mass)
+    for group, probabilities in right.groups.items():
         codes = _code([runs.tokens[:, i] for i in group], n_tokens)
         observed = np.bincount(codes, minlength=len(probabilities))
         statistic, df = _chi_square(observed, probabilities * len(runs.tokens))
@@ -738,9 +746,7 @@ def run_fixture(
         draft_sampling=draft_sampling,
         n_seeds=n_seeds,
         checks=checks,
-        marginals=tuple(
-            tuple(str(p) for p in row) for row in marginals(right.truth, len(table.vocabulary))
-        ),
+        marginals=tuple(tuple(str(p) for p in row) for row in right.marginals),
         greedy=at_zero,
         expected=law,
         mean={
@@ -995,12 +1001,18 @@ def negative_controls(
                 "name": control.name,
                 "mistake": control.mistake,
                 "total_variation": checks.exact.total_variation,
-                "largest_deviation": dict(checks.largest_deviation),
+                "largest_deviation": _largest(checks.errors, table.vocabulary),
                 "caught_by": list(failures),
                 "reasons": list(failures.values()),
             }
         )
     return rows
+
+
+def _largest(errors: Sequence[Sequence[float]], vocabulary: Sequence[str]) -> dict[str, Any]:
+    cells = [(i, t) for i in range(len(errors)) for t in range(len(vocabulary))]
+    i, t = max(cells, key=lambda cell: abs(errors[cell[0]][cell[1]]))
+    return {"position": i + 1, "token": vocabulary[t], "deviation": errors[i][t]}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1042,10 +1054,10 @@ def check_coverage(speculative_config: Mapping[str, Any]) -> list[str]:
     reasons = []
     for key in ("rejection_sample_method", "acceptance_method", "algorithm"):
         value = config.get(key)
-        if value is None or value in _COVERED_METHODS:
+        if value is None or str(value) in _COVERED_METHODS:
             continue
-        if value in _LOSSY_METHODS:
-            reasons.append(f"{key} {value!r} {_LOSSY_METHODS[value]}: lossy, refused")
+        if str(value) in _LOSSY_METHODS:
+            reasons.append(f"{key} {value!r} {_LOSSY_METHODS[str(value)]}: lossy, refused")
         else:
             reasons.append(f"{key} {value!r} is not covered; the fixture covers {_COVERS}")
     for key, why in (
@@ -1065,13 +1077,13 @@ def check_coverage(speculative_config: Mapping[str, Any]) -> list[str]:
             "proposals of a length fixed before the draw"
         )
     sampling = config.get("draft_sample_method")
-    if sampling is not None and sampling not in DRAFT_SAMPLING:
+    if sampling is not None and str(sampling) not in DRAFT_SAMPLING:
         reasons.append(
             f"draft_sample_method {sampling!r} is not covered; the fixture covers "
             f"{', '.join(DRAFT_SAMPLING)}"
         )
     method = config.get("method")
-    if method is not None and method not in _COVERED_PROPOSERS and not _is_mtp(method):
+    if method is not None and not _covered_proposer(str(method)):
         reasons.append(
             f"method {method!r} is not covered: what it tells the verifier about its drafts is "
             f"unknown; covered are {', '.join(sorted(_COVERED_PROPOSERS))}"
@@ -1081,6 +1093,6 @@ def check_coverage(speculative_config: Mapping[str, Any]) -> list[str]:
     return reasons
 
 
-def _is_mtp(method: object) -> bool:
-    """Older names of multi-token prediction, which vLLM rewrites to mtp."""
-    return isinstance(method, str) and method.endswith("_mtp")
+def _covered_proposer(method: str) -> bool:
+    """Older names that end in _mtp are rewritten by vLLM to mtp."""
+    return method in _COVERED_PROPOSERS or method.endswith("_mtp")

@@ -234,7 +234,8 @@ class Verifier:
         """(V,) weights of the correction after x[:tau], tau < k, not normalised."""
         compared = self.compared(step)
         P = self.path_weights(step)
-        return np.asarray(np.maximum(0, P[tau] * compared.p[tau] - compared.q[tau]))
+        p = compared.p[tau] if P[tau] == 1 else P[tau] * compared.p[tau]
+        return np.asarray(np.maximum(0, p - compared.q[tau]))
 
     def final(self, step: Step, tau: int) -> Row:
         """(V,) law of the token after x[:tau]: correction if tau < k, bonus if tau = k."""
@@ -428,7 +429,7 @@ class RoundOutcome:
     """True if every drafted token stood, so that `token` is the extra one of the same pass."""
 
 
-def verify(  # noqa: PLR0917  the order of the papers: rows, drafts, chance
+def verify(
     algorithm: Verifier,
     p: Rows,
     q: Rows | None,
@@ -864,42 +865,44 @@ def _cdf(row: Row) -> Edges:
 
 
 def _drafts(
-    decoding: Decoding, state: State, drafted: tuple[int, ...], cells: Cells
+    decoding: Decoding, state: State, drafted: tuple[int, ...], weight: Any, cells: Cells
 ) -> Iterator[tuple[tuple[int, ...], Any, Cells]]:
-    """(block, probability, cells) of every block that can be drafted."""
+    """(block, probability, cells) of every block that can be drafted after `drafted`."""
     i = len(drafted)
     if i == decoding.length(state):
-        yield drafted, 1, cells
+        yield drafted, weight, cells
         return
     row = decoding.drawn_row(state, drafted)
-    for token, weight, known in _split(cells, ("draft", i), _cdf(row)):
-        for block, rest, after in _drafts(decoding, state, (*drafted, token), known):
-            yield block, weight * rest, after
+    for token, mass, known in _split(cells, ("draft", i), _cdf(row)):
+        yield from _drafts(decoding, state, (*drafted, token), weight * mass, known)
 
 
 def _tests(
-    verifier: Verifier, windows: Sequence[tuple[Site, Edges]], passed: list[bool], cells: Cells
+    verifier: Verifier,
+    windows: Sequence[tuple[Site, Edges]],
+    passed: list[bool],
+    weight: Any,
+    cells: Cells,
 ) -> Iterator[tuple[list[bool], Any, Cells]]:
     """(tests passed, probability, cells) of every way the tests of a block can go."""
     i = len(passed)
     if i == len(windows) or (passed and not passed[-1] and verifier.stops_at_first_rejection):
-        yield passed, 1, cells
+        yield passed, weight, cells
         return
-    for ok, weight, known in _split(cells, *windows[i]):
-        for pattern, rest, after in _tests(verifier, windows, [*passed, ok], known):
-            yield pattern, weight * rest, after
+    for ok, mass, known in _split(cells, *windows[i]):
+        yield from _tests(verifier, windows, [*passed, ok], weight * mass, known)
 
 
 def _tails(
-    laws: Sequence[tuple[Site, Edges]], cells: Cells
+    laws: Sequence[tuple[Site, Edges]], tokens: tuple[int, ...], weight: Any, cells: Cells
 ) -> Iterator[tuple[tuple[int, ...], Any]]:
     """(tokens, probability) of the tokens after the accepted ones."""
-    if not laws:
-        yield (), 1
+    i = len(tokens)
+    if i == len(laws):
+        yield tokens, weight
         return
-    for token, weight, known in _split(cells, *laws[0]):
-        for tokens, rest in _tails(laws[1:], known):
-            yield (token, *tokens), weight * rest
+    for token, mass, known in _split(cells, *laws[i]):
+        yield from _tails(laws, (*tokens, token), weight * mass, known)
 
 
 Round = dict[tuple[tuple[int, ...], int, State], Any]
@@ -918,7 +921,7 @@ def round_law(decoding: Decoding, state: State) -> Round:
     verifier, k = decoding.verifier, decoding.length(state)
     zero, one = Fraction(0), Fraction(1)
     law: Round = defaultdict(int)
-    for drafted, p_draft, drawn in _drafts(decoding, state, (), {}):
+    for drafted, p_draft, drawn in _drafts(decoding, state, (), one, {}):
         step = decoding.step(state, drafted)
         windows: list[tuple[Site, Edges]] = [
             (site, [(False, zero, low), (True, low, high), (False, high, one)])
@@ -926,17 +929,16 @@ def round_law(decoding: Decoding, state: State) -> Round:
         ]
         tails: dict[int, list[tuple[Site, Edges]]] = {}
         ways: dict[tuple[int, tuple[tuple[Site, Any], ...]], Any] = defaultdict(int)
-        for passed, p_tests, tested in _tests(verifier, windows, [], drawn):
+        for passed, p_tests, tested in _tests(verifier, windows, [], p_draft, drawn):
             tau = verifier.accepted(passed)
             if tau not in tails:
                 tails[tau] = [(u, _cdf(row)) for u, row in _tail_laws(decoding, step, tau)]
             known = tuple((site, tested[site]) for site, _ in tails[tau] if site in tested)
             ways[tau, known] += p_tests
-        for (tau, known), p_tests in ways.items():
-            p_tau = p_draft * p_tests
-            for tail, p_tail in _tails(tails[tau], dict(known)):
+        for (tau, known), p_tau in ways.items():
+            for tail, p_tail in _tails(tails[tau], (), p_tau, dict(known)):
                 tokens, after = decoding.commit(state, drafted, tau, tail)
-                law[tokens, tau, after] += p_tau * p_tail
+                law[tokens, tau, after] += p_tail
     return dict(law)
 
 
@@ -970,6 +972,7 @@ def exact_law(decoding: Decoding) -> ExactLaw:
     from with probability s; such a state is visited 1/(1 - s) times.
     """
     rounds: dict[State, Round] = {}
+    stuck: dict[State, Any] = {}
     layers: list[dict[tuple[tuple[int, ...], State], Any]] = [
         defaultdict(int) for _ in range(decoding.table.horizon + 1)
     ]
@@ -980,14 +983,14 @@ def exact_law(decoding: Decoding) -> ExactLaw:
         visits: dict[State, Any] = defaultdict(int)
         for (prefix, state), mass in layer.items():
             if state not in rounds:
-                rounds[state] = round_law(decoding, state)
-            law = rounds[state]
-            stuck = sum(w for (tokens, _, _), w in law.items() if not tokens)
-            visits[state] += mass / (1 - stuck)
-            for (tokens, _, after), w in law.items():
+                rounds[state] = law = round_law(decoding, state)
+                stuck[state] = sum(w for (tokens, _, _), w in law.items() if not tokens)
+            n_visits = mass / (1 - stuck[state])
+            visits[state] += n_visits
+            for (tokens, _, after), w in rounds[state].items():
                 if tokens:
                     longer = (*prefix, *tokens)
-                    layers[len(longer)][longer, after] += mass / (1 - stuck) * w
+                    layers[len(longer)][longer, after] += n_visits * w
         for state, mass in visits.items():
             k = decoding.length(state)
             taus = _tau_law(rounds[state], k)
@@ -1014,7 +1017,10 @@ def exact_law(decoding: Decoding) -> ExactLaw:
 
 def _tau_law(law: Round, k: int) -> tuple[Any, ...]:
     """P(tau = 0..k) of a round."""
-    return tuple(sum(w for (_, tau, _), w in law.items() if tau == t) for t in range(k + 1))
+    by_tau: list[list[Any]] = [[] for _ in range(k + 1)]
+    for (_, tau, _), w in law.items():
+        by_tau[tau].append(w)
+    return tuple(sum(weights) for weights in by_tau)
 
 
 def _passes_law(rounds: Mapping[State, Round], start: State, horizon: int) -> dict[int, Any]:
@@ -1102,18 +1108,12 @@ def sample(decoding: Decoding, seeds: npt.NDArray[Any]) -> Runs:
     passes, drafted, accepted, first_tau = (np.zeros(n_runs, dtype=np.int64) for _ in range(4))
     starts: dict[int, list[int]] = defaultdict(lambda: [0, 0])
     steps: dict[tuple[State, tuple[int, ...]], tuple[Step, Row, Row]] = {}
+    tails: dict[tuple[State, tuple[int, ...], int], list[tuple[Site, Row]]] = {}
+    taus_of = [_taus(verifier, k) for k in range(horizon)]
     waiting: dict[State, Ids] = {decoding.start(): np.arange(n_runs)}
     round_ = 0
     while waiting:
-        chance: dict[tuple[Stream, int], Floats] = {}
-
-        def u(site: Site, state: State, runs: Ids) -> Floats:
-            position = state.n + 1 + site[1]
-            key = decoding.stream(site, decoding.length(state)), position
-            if key not in chance:  # noqa: B023  one cache a round, used within it
-                chance[key] = uniforms(seeds, *key[:1], round_, position)  # noqa: B023
-            return chance[key][runs]  # noqa: B023
-
+        u = _Chance(decoding, seeds, round_)
         following: dict[State, list[Ids]] = defaultdict(list)
         for state, members in waiting.items():
             k = decoding.length(state)
@@ -1126,7 +1126,7 @@ def sample(decoding: Decoding, seeds: npt.NDArray[Any]) -> Runs:
                 for i, site in enumerate(verifier.test_sites(k)):
                     v = u(site, state, runs)
                     pattern += ((low[i] <= v) & (v < high[i])) << i
-                taus = _taus(verifier, k)[pattern]
+                taus = taus_of[k][pattern]
                 passes[runs] += 1
                 drafted[runs] += k
                 accepted[runs] += taus
@@ -1136,7 +1136,9 @@ def sample(decoding: Decoding, seeds: npt.NDArray[Any]) -> Runs:
                     starts[state.n + 1][0] += len(runs)
                     starts[state.n + 1][1] += int((taus > 0).sum())
                 for tau, same_tau in _by_value(taus, runs):
-                    laws = _tail_laws(decoding, step, tau)
+                    if (state, block, tau) not in tails:
+                        tails[state, block, tau] = _tail_laws(decoding, step, tau)
+                    laws = tails[state, block, tau]
                     for tail, group in _draw_tails(laws, state, same_tau, u):
                         committed, after = decoding.commit(state, block, tau, tail)
                         tokens[group, state.n : state.n + len(committed)] = committed
@@ -1154,7 +1156,20 @@ def sample(decoding: Decoding, seeds: npt.NDArray[Any]) -> Runs:
     )
 
 
-Chance = Callable[[Site, State, Ids], Floats]
+class _Chance:
+    """The uniforms of one round of all runs; each array is made once, when it is first read."""
+
+    def __init__(self, decoding: Decoding, seeds: npt.NDArray[Any], round_: int) -> None:
+        self.decoding, self.seeds, self.round = decoding, seeds, round_
+        self.made: dict[tuple[Stream, int], Floats] = {}
+
+    def __call__(self, site: Site, state: State, runs: Ids) -> Floats:
+        """(len(runs),) uniforms of `runs` at a site of the round that starts in `state`."""
+        stream = self.decoding.stream(site, self.decoding.length(state))
+        position = state.n + 1 + site[1]
+        if (stream, position) not in self.made:
+            self.made[stream, position] = uniforms(self.seeds, stream, self.round, position)
+        return np.asarray(self.made[stream, position][runs])
 
 
 def _by_value(values: Ids, runs: Ids) -> Iterator[tuple[int, Ids]]:
@@ -1164,7 +1179,7 @@ def _by_value(values: Ids, runs: Ids) -> Iterator[tuple[int, Ids]]:
 
 
 def _draw_drafts(
-    decoding: Decoding, state: State, drafted: tuple[int, ...], runs: Ids, u: Chance
+    decoding: Decoding, state: State, drafted: tuple[int, ...], runs: Ids, u: _Chance
 ) -> Iterator[tuple[tuple[int, ...], Ids]]:
     """(drafted block, the runs that drew it)."""
     i = len(drafted)
@@ -1177,7 +1192,7 @@ def _draw_drafts(
 
 
 def _draw_tails(
-    laws: Sequence[tuple[Site, Row]], state: State, runs: Ids, u: Chance
+    laws: Sequence[tuple[Site, Row]], state: State, runs: Ids, u: _Chance
 ) -> Iterator[tuple[tuple[int, ...], Ids]]:
     """(tokens after the accepted ones, the runs that drew them)."""
     if not laws:
