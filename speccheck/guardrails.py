@@ -56,6 +56,8 @@ class Rule:
     slices: Literal["pass", "no_fail"] = "pass"
     """Whether each slice of the route must pass too, or only must not fail. A rate near zero cannot
     be certified slice by slice without hundreds of requests in each."""
+    counts: str = "requests"
+    """What n counts. How many more are needed is only handed on where these are requests."""
     any_workload: bool = False
     """It holds on any prompts, random ones included: a wrong output is wrong everywhere."""
 
@@ -232,6 +234,7 @@ RULES: dict[str, Rule] = {
             3000,
             1,
             "Greedy divergences at tokens where the target is sure beyond its own noise.",
+            counts="compared tokens",
             any_workload=True,
         ),
         Rule(
@@ -257,6 +260,7 @@ RULES: dict[str, Rule] = {
             8,
             4,
             "Protected traffic beside speculative work against without, in alternating blocks.",
+            counts="pairs of blocks",
         ),
         Rule(
             "max_fallback_rate",
@@ -325,12 +329,16 @@ def judge(
         if m.metric == rule.metric and not (rule.kind == "count" and m.cohort and _is_zero(m))
     ]
     floors = noise_floors or {}
-    adjusted = stats.holm(
-        [
-            _fail_p(m, rule, rule.metric_limit(limit.limit), floors.get(rule.metric))
-            for rule, limit, m in jobs
-        ]
-    )
+    # Counts are exact and no tests: they take no part in the correction for many tests.
+    p_values = [
+        _fail_p(m, rule, rule.metric_limit(limit.limit), floors.get(rule.metric))
+        for rule, limit, m in jobs
+    ]
+    tests = [
+        i for i, (rule, _, m) in enumerate(jobs) if rule.kind != "count" and _is_whole(m.estimate)
+    ]
+    for i, p in zip(tests, stats.holm([p_values[i] for i in tests]), strict=True):
+        p_values[i] = p
     findings = [
         _finding(
             rule,
@@ -343,7 +351,7 @@ def judge(
             mine=mine,
             known=known,
         )
-        for (rule, limit, m), p in zip(jobs, adjusted, strict=True)
+        for (rule, limit, m), p in zip(jobs, p_values, strict=True)
     ]
     # What need not pass slice by slice is shown for a slice only where it fails.
     findings = [
@@ -468,7 +476,7 @@ def _finding(
             verdict = Verdict.FAIL
             word = "is over" if rule.direction == "max" and not rule.pays else "is under"
         elif e.n < min_n:
-            word = f"is from fewer than {min_n}, too few to judge by"
+            word = f"is from fewer than {min_n} {rule.counts}, too few to judge by"
             needed = min_n - e.n
         elif _inside(rule, _widened(e, rule, bound, floor), bound):
             verdict, word = Verdict.PASS, "is within"
@@ -476,6 +484,9 @@ def _finding(
             word = "is not clear of"
             needed = _needed(rule, e, bound)
         why = f"{figure} {word} {_limit_text(rule, limit.limit)}"
+        if needed and rule.counts != "requests":
+            why += f"; about {needed} more {rule.counts} are needed"
+            needed = None
         if verdict is Verdict.INCONCLUSIVE and _noise(rule, bound, floor) > 0 and floor is not None:
             why += (
                 f"; target-only against itself already shows {_change(floor.low)} to"

@@ -139,16 +139,24 @@ class Pairing:
         return "; ".join(parts)
 
 
+def _fell_back(receipt: Receipt) -> bool:
+    return receipt.decision == "fell_back"
+
+
 def is_control(receipt: Receipt) -> bool:
     """Whether the receipt is the second half of an A/A pair: it carries another phase's pair id."""
     return receipt.arm == Arm.TARGET_ONLY and not receipt.pair_id.startswith(f"{receipt.phase}:")
 
 
 def pair_receipts(receipts: Iterable[Receipt]) -> Pairing:
-    """Join the arms by pair id; warm-up and A/A controls do not count, the last attempt does."""
+    """Join the arms by pair id; the last attempt counts.
+
+    Warm-up, A/A controls and requests that were moved to target-only after a fallback do not: the
+    last came later than what they would be compared with.
+    """
     latest: dict[tuple[str, str], Receipt] = {}
     for r in receipts:
-        if r.warm_up or is_control(r):
+        if r.warm_up or is_control(r) or (r.arm == Arm.TARGET_ONLY and _fell_back(r)):
             continue
         known = latest.get((r.pair_id, r.arm))
         if known is None or r.attempt > known.attempt:
@@ -264,6 +272,7 @@ def _measure(
                 pairing, name, get, measured, rng=rng, tpot_min_tokens=tpot_min_tokens
             )
     found += _outcomes(pairing, measured)
+    found.append(_fallbacks(receipts, measured))
     return found
 
 
@@ -366,7 +375,7 @@ def _latency(
         ]
     target = np.array([a for _, _, a, _ in known])
     speculative = np.array([b for _, _, _, b in known])
-    blocks = _blocks([t for t, _, _, _ in known])
+    blocks = _blocks([(t, s) for t, s, _, _ in known])
     slowest = [s for _, s, a, b in sorted(known, key=lambda x: -(x[3] / x[2] if x[2] else 0))]
     draws = stats.bootstrap_quantile_ratios(
         target, speculative, tuple(_QUANTILES.values()), rng=rng, blocks=blocks
@@ -439,9 +448,9 @@ def _same_length(target: Receipt, speculative: Receipt, least: int) -> bool:
     return a is not None and b is not None and min(a, b) >= least and abs(a - b) <= 0.1 * max(a, b)
 
 
-def _blocks(target: Sequence[Receipt]) -> list[str] | None:
-    """The pair of neighbouring blocks (one per arm) of each pair, where there are enough blocks."""
-    names = [f"{r.phase}/{r.block // 2}" for r in target]
+def _blocks(pairs: Sequence[tuple[Receipt, Receipt]]) -> list[str] | None:
+    """The block of each pair (two neighbours where the arms took turns), if there are enough."""
+    names = [f"{t.phase}/{t.block if t.block == s.block else t.block // 2}" for t, s in pairs]
     return names if len(set(names)) >= _BLOCKS_NEEDED else None
 
 
@@ -486,7 +495,6 @@ def _outcomes(pairing: Pairing, measured: Measured) -> list[Measurement]:
     refused = [r for r in spec if _is_refused(r)]
     completed = [r for r in spec if r.outcome == Outcome.OK]
     cut = sum(r.finish_reason == "length" for r in completed)
-    fell = [r for r in spec if r.decision == "fell_back"]
     count = float(len(refused))
     found += [
         measured(
@@ -502,14 +510,20 @@ def _outcomes(pairing: Pairing, measured: Measured) -> list[Measurement]:
             (lambda a: stats.clopper_pearson(cut, len(completed), alpha=a)) if completed else None,
             f"{cut} of {len(completed)} completed answers ran to the length limit",
         ),
-        measured(
-            "fallback_rate",
-            (lambda a: stats.clopper_pearson(len(fell), len(spec), alpha=a)) if spec else None,
-            f"{len(fell)} of {len(spec)} requests fell back" if spec else "no request was sent",
-            fell,
-        ),
     ]
     return found
+
+
+def _fallbacks(receipts: Sequence[Receipt], measured: Measured) -> Measurement:
+    """Share of the requests meant for the speculative arm that fell back."""
+    meant = [r for r in receipts if r.arm == Arm.SPECULATIVE or _fell_back(r)]
+    fell = [r for r in meant if _fell_back(r)]
+    return measured(
+        "fallback_rate",
+        (lambda a: stats.clopper_pearson(len(fell), len(meant), alpha=a)) if meant else None,
+        f"{len(fell)} of {len(meant)} requests fell back" if meant else "no request was sent",
+        fell,
+    )
 
 
 def _options(receipt: Receipt) -> set[str]:

@@ -383,6 +383,27 @@ def test_abba_blocks_are_the_unit(rng):
     assert found["e2e_mean_ratio"].estimate.n == 100
 
 
+def test_fallbacks_are_moved_requests(rng):
+    """Requests moved to target-only after a fallback count as fallbacks, and compare with nothing."""
+    receipts = pairs(rng, 40)
+    moved = [receipt(i, "target_only", decision="fell_back") for i in range(40, 50)]
+    found = by_metric(shadow(receipts + moved, rng))
+    assert found["fallback_rate"].estimate.value == pytest.approx(10 / 50)
+    assert found["error_rate_target_only"].estimate.n == 40
+    assert found["e2e_mean_ratio"].note == ""
+
+
+def test_mirrored_pairs_lie_in_one_block(rng):
+    """Where both arms of a pair ran in the same block, that block is the unit."""
+    receipts = [
+        replace(r, block=b, mirror=r.arm == "speculative")
+        for b in range(9)
+        for r in pairs(rng, 8, first=8 * b, phase="mirror")
+    ]
+    found = by_metric(shadow(receipts, rng))
+    assert "9 blocks" in found["e2e_mean_ratio"].estimate.method
+
+
 def protected_run(rng, *, delay: float, blocks: int = 20):
     """Protected requests in blocks; every other pair of blocks has speculative work beside it."""
     receipts = []
