@@ -132,6 +132,7 @@ class Timeline:
 
     panels: tuple[Panel, ...]
     shares: tuple[Share, ...]
+    start_s: float
     end_s: float
     moments: tuple[Moment, ...]
 
@@ -177,8 +178,22 @@ def draw(picture: Picture, name: str, title: str, description: str) -> str:
 # --- drawing ------------------------------------------------------------------------------------
 
 
+def _margins(figure: Figure, labels: Iterable[str], top_in: float = 0.3, gap: float = 0.2) -> None:
+    """Room for the tick labels, by their length: laying out by measuring costs twice the time."""
+    width_in, height_in = figure.get_size_inches()
+    longest = max((len(line) for label in labels for line in label.split("\n")), default=0)
+    figure.subplots_adjust(
+        left=(0.16 + 0.066 * longest) / width_in,
+        right=1 - 0.12 / width_in,
+        bottom=0.4 / height_in,
+        top=1 - top_in / height_in,
+        hspace=gap,
+    )
+
+
 def _strips(figure: Figure, picture: Strips) -> None:
     axes = figure.add_subplot()
+    _margins(figure, [row.label for row in picture.rows])
     for y, row in enumerate(picture.rows):
         for lane, strip in enumerate(row.strips):
             _strip(axes, y + (lane - (len(row.strips) - 1) / 2) * 0.34, strip)
@@ -192,6 +207,7 @@ def _strips(figure: Figure, picture: Strips) -> None:
 
 def _distributions(figure: Figure, picture: Distributions) -> None:
     axes = figure.add_subplot()
+    _margins(figure, ["p50"])
     for curve in picture.curves:
         axes.plot(curve.x, curve.y, drawstyle="steps-post", **_pen(curve.series))
     axes.set_xscale("log")
@@ -207,6 +223,7 @@ def _timeline(figure: Figure, picture: Timeline) -> None:
     heights = [1.0] * len(picture.panels) + [0.55]
     stack = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights, squeeze=False)
     *above, foot = [row[0] for row in stack]
+    _margins(figure, ["0000"], top_in=0.48, gap=0.55)
     for axes, panel in zip(above, picture.panels, strict=True):
         for track in panel.tracks:
             pen = _pen(track.series)
@@ -222,13 +239,13 @@ def _timeline(figure: Figure, picture: Timeline) -> None:
         foot.plot(times, steps, drawstyle="steps-post", color=_INK, linewidth=1.2)
     foot.set_title("share of the route on the speculative arm, %", loc="left")
     foot.set_ylim(0, max([*percent, 10]) * 1.15)
-    foot.set_xlim(0, picture.end_s or 1)
+    foot.set_xlim(picture.start_s, picture.end_s)
     foot.set_xlabel("seconds since the canary began")
     foot.grid()
     for moment in picture.moments:
         for axes in (*above, foot):
             axes.axvline(moment.at_s, color=_BAD, linewidth=1.4)
-        early = moment.at_s < picture.end_s / 2
+        early = moment.at_s < picture.start_s + 0.78 * (picture.end_s - picture.start_s)
         (above or [foot])[0].annotate(
             moment.label,
             (moment.at_s, 1),
@@ -246,6 +263,7 @@ def _timeline(figure: Figure, picture: Timeline) -> None:
 
 def _ratios(figure: Figure, picture: Ratios) -> None:
     axes = figure.add_subplot()
+    _margins(figure, [row.label for row in picture.rows], top_in=0.08)
     ends = [x for r in picture.rows for x in (r.value, r.low, r.high) if x is not None]
     left, right = min([*ends, 1.0]), max([*ends, picture.limit or 1.0, 1.0])
     pad = (right - left) * 0.08 or 0.1
@@ -289,7 +307,7 @@ def _legend(figure: Figure, series: Iterable[Series]) -> None:
 
     figure.legend(
         handles=[Line2D([], [], label=one.label, **_pen(one)) for one in dict.fromkeys(series)],
-        loc="outside upper left",
+        loc="upper left",
         ncols=2,
         frameon=False,
         borderaxespad=0,
@@ -361,7 +379,7 @@ def _svg(
     from matplotlib.figure import Figure
 
     with _style():
-        figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
+        figure = Figure(figsize=(WIDTH_IN, height_in))
         FigureCanvasSVG(figure)
         figure.patch.set_alpha(0)
         paint(figure, picture)

@@ -13,7 +13,7 @@ from speccheck.packet.parts import interval, known, listed
 from speccheck.packet.settings import setting_lines
 from speccheck.packet.view import Figure, Mark, Missing
 
-LABEL_CHARS = 34
+LABEL_CHARS = 28
 """Longest cohort name in a chart; the row's number stands beside it."""
 
 METRIC_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "e2e"}
@@ -135,5 +135,5 @@ def _matrix_chart(rows: Sequence[MatrixRow]) -> view.Chart | Missing:
         "times with its interval. Left of 1 is faster. Crosses stay target-only, hollow circles "
         "are inconclusive.",
         table=view.ChartTable(("row", "cohort", "n", "ratio", "low", "high"), tuple(table)),
-        picture=Ratios(tuple(bars), None, "e2e ratio, speculative / target-only"),
+        picture=Ratios(tuple(bars), None, "e2e ratio"),
     )

@@ -151,7 +151,7 @@ def _by_load(receipts: Iterable[Receipt]) -> Groups:
         arms = found.setdefault((receipt.stage, receipt.concurrency), {})
         arms.setdefault(receipt.arm, []).append(receipt)
     return {
-        (stage, f"{load} in flight"): {arm: arms[arm] for arm in ARM_NAMES}
+        (stage, f"up to {load} in flight"): {arm: arms[arm] for arm in ARM_NAMES}
         for (stage, load), arms in sorted(
             found.items(), key=lambda item: (STAGES.index(item[0][0]), item[0][1])
         )
@@ -329,7 +329,8 @@ def _canary(evidence: RunEvidence, receipts: Sequence[Receipt]) -> view.CanaryVi
     for receipt in receipts:
         if receipt.outcome == Outcome.OK:
             by_route[receipt.route].append(receipt)
-    routes = dict.fromkeys(step["route"] for step in steps)
+    fallen = [event["route"] for event in events if event["kind"] == FALL_BACK]
+    routes = dict.fromkeys([*fallen, *(step["route"] for step in steps)])
     return view.CanaryView(
         steps=tuple(_step_line(step) for step in steps),
         events=tuple(_event_line(event) for event in events),
@@ -394,11 +395,13 @@ def _canary_chart(
     ]
     origin_ns = canary["origin_ns"]
     at = [(r.scheduled_ns - origin_ns) / 1e9 for r in receipts]
-    end = max([*at, *(e["at_s"] for e in falls), *(s["ended_s"] or 0.0 for s in steps)])
-    width = end / WINDOWS or 1.0
+    ended = [step["ended_s"] for step in steps if step["ended_s"] is not None]
+    start = min([*at, *(step["started_s"] for step in steps)])
+    end = max([*at, *(event["at_s"] for event in falls), *ended])
+    width = (end - start) / WINDOWS or 1.0
     windows: dict[tuple[int, str], list[Receipt]] = defaultdict(list)
     for receipt, second in zip(receipts, at, strict=True):
-        windows[min(int(second / width), WINDOWS - 1), receipt.arm].append(receipt)
+        windows[min(int((second - start) / width), WINDOWS - 1), receipt.arm].append(receipt)
     panels = []
     columns = ["seconds", "arm", "n"]
     cells: dict[tuple[int, str], list[view.Cell]] = {}
@@ -415,7 +418,7 @@ def _canary_chart(
                     value = stats.quantile(values, p) if values else None
                     track.append(None if value is None else value * 1e3)
                     row.append(seconds(value, "no request"))
-            centres = tuple((window + 0.5) * width for window in range(WINDOWS))
+            centres = tuple(start + (window + 0.5) * width for window in range(WINDOWS))
             tracks.append(Track(_series(arm), centres, tuple(middle), tuple(high)))
         panels.append(Panel(f"{metric}, ms: median (dots), p95 (thin line)", tuple(tracks)))
         columns += [f"{metric} p50", f"{metric} p95"]
@@ -432,7 +435,7 @@ def _canary_chart(
         table=view.ChartTable(
             tuple(columns),
             tuple(
-                (Figure("", (window + 0.5) * width, "clock"), ARM_NAMES[arm], *row)
+                (Figure("", start + (window + 0.5) * width, "clock"), ARM_NAMES[arm], *row)
                 for (window, arm), row in sorted(cells.items())
                 if row[0]
             ),
@@ -440,7 +443,8 @@ def _canary_chart(
         picture=Timeline(
             panels=tuple(panels),
             shares=tuple(sorted(shares, key=lambda share: share.from_s)),
-            end_s=end,
+            start_s=start,
+            end_s=start + WINDOWS * width,
             moments=tuple(Moment(e["at_s"], "fall back") for e in falls),
         ),
     )
