@@ -464,7 +464,7 @@ def full(path):
         ("UPDATE receipts SET counts_source = 'none'", "counts without a source"),
         ("UPDATE receipts SET first_token_ns = 0", "times out of order"),
         ("UPDATE receipts SET cached_tokens = -1", "a negative count"),
-        ("UPDATE texts SET token_ids = [1]", "its kept tokens are not the digest's"),
+        ("UPDATE receipts SET output_digest = 'x'", "its kept tokens are not the digest's"),
         ("DELETE FROM receipts", "text without a receipt"),
         ("DELETE FROM runs", "run is not in table runs"),
         ("DELETE FROM arms", "engine_config_id is not in table arms"),
