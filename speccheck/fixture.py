@@ -14,6 +14,7 @@ Pure: a table in, a result out. No printing, no store, no scipy: the chi-square 
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -53,8 +54,12 @@ from speccheck.verifier import trace as trace_rounds
 # ---------------------------------------------------------------------------------------------
 # The table file
 
-MAX_SEQUENCES = 50_000
-"""Largest vocabulary ** horizon that is still enumerated in seconds."""
+MAX_WAYS = 50_000
+"""Most ways a round (blocks times outcomes of their tests) and most sequences that are enumerated
+in seconds; T4 has 10,000 and 3,125."""
+
+_NUMBER = re.compile(r"-?\d{1,30}(\.\d{1,30}|/\d{1,30})?")
+"""What a string may hold: no exponents, whose value may be larger than memory."""
 
 _TABLE_KEYS = {"name", "about", "vocabulary", "horizon", "tolerances", "rows"}
 _ROW_KEYS = {"position", "after", "target", "draft"}
@@ -81,7 +86,7 @@ def load_table(path: Path) -> Table:
         raise UsageError(f"{path}: {error}") from None
     except _DuplicateKeyError as error:
         raise UsageError(f"{path}: key {error} is given twice in one object; keep one") from None
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not JSON: {error}") from None
     return _table(path, data)
 
@@ -114,24 +119,26 @@ def _table(path: Path, data: Any) -> Table:
         raise UsageError(f"{path}: a fixture table is an object with {sorted(_TABLE_KEYS)}")
     _keys(f"{path}", data, _TABLE_KEYS, _TABLE_KEYS - {"about", "tolerances"})
     name, vocabulary, horizon = data["name"], data["vocabulary"], data["horizon"]
-    if not isinstance(name, str) or not name:
-        raise UsageError(f"{path}: name must be a text")
+    if not isinstance(name, str) or not name or not name.isprintable():
+        raise UsageError(f"{path}: name must be a printable text")
     if (
         not isinstance(vocabulary, list)
         or len(vocabulary) < 2
-        or not all(isinstance(name, str) and name not in ("", "*") for name in vocabulary)
+        or not all(isinstance(token, str) and token.isprintable() for token in vocabulary)
+        or {"", "*"} & set(vocabulary)
         or len(set(vocabulary)) != len(vocabulary)
     ):
         raise UsageError(
-            f"{path}: vocabulary must list two or more different token names, none of them '*'"
+            f"{path}: vocabulary must list two or more different printable token names, "
+            "none of them empty or '*'"
         )
     if type(horizon) is not int or not 2 <= horizon <= MAX_POSITION:
         raise UsageError(f"{path}: horizon must be a whole number from 2 to {MAX_POSITION}")
-    if len(vocabulary) ** horizon > MAX_SEQUENCES:
+    ways = max(len(vocabulary) ** horizon, (2 * len(vocabulary)) ** (horizon - 1))
+    if ways > MAX_WAYS:
         raise UsageError(
-            f"{path}: {len(vocabulary)} tokens over {horizon} positions are "
-            f"{len(vocabulary) ** horizon} sequences, more than the {MAX_SEQUENCES} that can be "
-            "enumerated; take fewer tokens or positions"
+            f"{path}: {len(vocabulary)} tokens over {horizon} positions are {ways} cases, more "
+            f"than the {MAX_WAYS} that can be enumerated; take fewer tokens or positions"
         )
     if not isinstance(data["rows"], list):
         raise UsageError(f"{path}: rows must be a list")
@@ -203,13 +210,12 @@ def _fraction(where: str, number: Any) -> Fraction:
     if type(number) is int:
         value = Fraction(number, 100)
     elif isinstance(number, str):
-        try:
-            value = Fraction(number.strip())
-        except (ValueError, ZeroDivisionError):
+        if not _NUMBER.fullmatch(number) or re.search(r"/0+$", number):
             raise UsageError(
                 f'{where}: {number!r} is not a number; write a decimal ("0.05") or a fraction '
                 '("1/3")'
-            ) from None
+            )
+        value = Fraction(number)
     else:
         raise UsageError(
             f"{where}: {number!r} is neither an integer per 100 nor a number as a string"
