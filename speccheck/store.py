@@ -852,8 +852,9 @@ class Store:
             self._structures[table] = json.dumps([shape])
         rows_json = json.dumps(rows, ensure_ascii=False, allow_nan=False)
         done = self._connection.execute(
-            f"INSERT OR IGNORE INTO {table} BY NAME SELECT unnest("
-            f"from_json_strict(?, '{self._structures[table]}'), max_depth := 2)",
+            # Two steps: unnesting list and struct at once parses the text once per column.
+            f"INSERT OR IGNORE INTO {table} BY NAME SELECT unnest(item) FROM (SELECT unnest("
+            f"from_json_strict(?, '{self._structures[table]}')) AS item)",
             [rows_json],
         ).fetchone()
         return int(done[0]) if done else 0
