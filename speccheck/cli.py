@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 
 import click
 
@@ -578,9 +578,10 @@ def corpus_import(source: Path, target: Path, form: str, limit: int | None) -> N
     Example:
       speccheck corpus import question.jsonl corpus.jsonl --limit 80
     """
-    from speccheck.corpus import import_prompts, write_corpus
+    from speccheck.corpus import Format, import_prompts, write_corpus
 
-    prompts = import_prompts(source, format=form)[:limit]
+    formats: dict[str, Format] = {name: name for name in get_args(Format)}
+    prompts = import_prompts(source, format=formats[form])[:limit]
     write_corpus(target, prompts)
     click.echo(f"wrote {len(prompts)} prompts to {target}")
 

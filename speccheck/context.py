@@ -22,6 +22,7 @@ import numpy as np
 
 from speccheck import __version__, launch, store
 from speccheck.config import (
+    PACKAGED,
     Guardrails,
     Rollout,
     Route,
@@ -227,7 +228,7 @@ def read_rollout(path: Path) -> tuple[Rollout, Guardrails, Corpus]:
     guardrails = load_guardrails(rules, rollout.routes)
     paths: list[Path] = []
     for entry in rollout.corpus.paths:
-        packaged = entry == "packaged"
+        packaged = entry == PACKAGED
         paths += (
             sorted(package_dir("corpora").glob("*.jsonl")) if packaged else [path.parent / entry]
         )

@@ -22,11 +22,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from speccheck.config import Rollout
+from speccheck.config import PACKAGED, Rollout
+from speccheck.engine.settings import SpeculativeSettings
 from speccheck.errors import EngineError, UsageError
 from speccheck.records import Arm, ArmDescription
 
@@ -123,7 +124,7 @@ def _start_embedded(
         "seed": rollout.seed,
         "speculative_config": dict(speculative) if speculative is not None else None,
     }
-    if rollout.embedded.model != "packaged":
+    if rollout.embedded.model != PACKAGED:
         settings["model"] = rollout.embedded.model
     log_dir.mkdir(parents=True, exist_ok=True)
     log_path = log_dir / f"{arm}.log"
@@ -221,14 +222,7 @@ def _attach(rollout: Rollout) -> Arms:
     )
     if pair.speculative.speculative_config is None:
         # A server that does not say what it runs: the rollout's word is all there is.
-        stated = ArmDescription(
-            arm=Arm.SPECULATIVE,
-            url=pair.speculative.url,
-            engine=pair.speculative.engine,
-            model=pair.speculative.model,
-            speculative_config=rollout.speculation,
-            config=pair.speculative.config,
-        )
+        stated = replace(pair.speculative, speculative_config=rollout.speculation)
         return Arms(pair.target_only, stated, key)
     return pair
 
@@ -249,17 +243,57 @@ def _describe(arm: Arm, url: str, model: str | None, key: str | None) -> ArmDesc
         )
     version = _get_json(url, "/version", key, optional="version") or {}
     info = _get_json(url, "/server_info?config_format=json", key, optional="server_info") or {}
-    engine = str(info.get("engine", "")) or "unknown"
-    config = dict(info.get("config", info))
-    speculative = config.pop("speculative_config", None)
-    return ArmDescription(
+    engine = info.get("engine") or ("vllm" if "vllm_config" in info else "unknown engine")
+    speculative: list[Any] = []
+    config = _without_speculation(info, speculative)
+    described = ArmDescription(
         arm=arm,
         url=url,
-        engine=f"{engine} {version.get('version', 'unknown')}",
+        engine=f"{engine} {version.get('version', 'of unknown version')}",
         model=model or names[0],
-        speculative_config=speculative,
+        speculative_config=next((found for found in speculative if found), None),
         config=config,
     )
+    return _with_digests(described)
+
+
+def _without_speculation(value: Any, found: list[Any]) -> Any:
+    """A captured configuration without its speculative config, which is collected in `found`."""
+    if not isinstance(value, Mapping):
+        return value
+    kept = {}
+    for name, item in value.items():
+        if name == "speculative_config":
+            found.append(item)
+        else:
+            kept[name] = _without_speculation(item, found)
+    return kept
+
+
+def _with_digests(arm: ArmDescription) -> ArmDescription:
+    """Digests of the model files, where the server reads them from a folder of this machine."""
+    target = arm.config.get("vllm_config", {}).get("model_config", {}).get("model")
+    config = dict(arm.config)
+    if isinstance(target, str) and (files := _file_digests(Path(target))):
+        config["model_files"] = files
+    speculative = arm.speculative_config
+    draft = None if speculative is None else speculative.get("model")
+    if speculative is not None and isinstance(draft, str):
+        packaged = draft == PACKAGED
+        folder = SpeculativeSettings.parse(speculative).model_dir if packaged else Path(draft)
+        if files := _file_digests(folder):
+            speculative = {**speculative, "model_files": files}
+    return replace(arm, config=config, speculative_config=speculative)
+
+
+def _file_digests(folder: Path) -> dict[str, str]:
+    names = ("config.json", "model.safetensors", "tokenizer.json")
+    return {name: _digest(folder / name) for name in names if (folder / name).is_file()}
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()[:20]}"
 
 
 def _get_json(url: str, path: str, key: str | None, optional: str = "") -> dict[str, Any] | None:
@@ -280,12 +314,6 @@ def _get_json(url: str, path: str, key: str | None, optional: str = "") -> dict[
         reason = getattr(error, "reason", error)
         raise EngineError(f"{url}{path}: no answer ({reason}); is the server running?") from None
     return value if isinstance(value, dict) else None
-
-
-def file_digest(path: Path) -> str:
-    """`sha256:` and 20 hex digits of a file's content."""
-    with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()[:20]}"
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -166,8 +166,6 @@ async def attribute(run: RunContext, graded: Graded, prompts: Sequence[Prompt]) 
                 if pair is not None:
                     into[prompt.prompt_id] = pair
     diverged = [p for p in prompts if _differs(compared, p) or _differs(controls, p)]
-    if not diverged:
-        return Attribution(compared, controls, None, "nothing diverged, so none was needed")
     endpoint = run.endpoints()[Arm.TARGET_ONLY]
     async with open_session() as session:
         ids = {}
@@ -277,12 +275,15 @@ def measure(
     """Quality, losslessness and structured output of one route."""
     stage = Stage.REPLAY
     found: list[Measurement] = []
+    counts: list[Measurement] = []
     for phases, label, runs in _temperatures(run, sampled_runs):
         cases = [graded.case(p, phases, _kind(asked, p, phases)) for p in prompts]
+        measured = lossless.measure_quality(cases, stage=stage, route=route, runs=runs)
+        counts += [m for m in measured if m.metric == "quality_regression_cases" and not m.cohort]
         found += [
-            replace(m, cohort=f"{label}, {m.cohort}" if m.cohort else label)
-            for m in lossless.measure_quality(cases, stage=stage, route=route, runs=runs)
+            replace(m, cohort=f"{label}, {m.cohort}" if m.cohort else label) for m in measured
         ]
+    found.append(_both_temperatures(counts))
     # All routes share one verifier, so the tokens compared on the others count as evidence too;
     # the violations are the route's own.
     tokens = sum(pair.exposure for pair in asked.compared.values())
@@ -310,6 +311,28 @@ def measure(
     if any(s.outcome != "not_applicable" for s in structured):
         found += grading.measure_structured_validity(structured, stage=stage, route=route)
     return found
+
+
+def _both_temperatures(counts: Sequence[Measurement]) -> Measurement:
+    """Regression cases of a route at all temperatures together: counts and cases add up."""
+    known = [m.estimate for m in counts if m.estimate is not None]
+    estimate = None
+    if known:
+        estimate = replace(
+            known[0],
+            value=sum(e.value for e in known),
+            low=sum(e.low for e in known),
+            high=sum(e.high for e in known),
+            n=sum(e.n for e in known),
+        )
+    examples = tuple(example for m in counts for example in m.examples)
+    return replace(
+        counts[0],
+        cohort="",
+        estimate=estimate,
+        note=" | ".join(m.note for m in counts),
+        examples=examples,
+    )
 
 
 def _temperatures(
@@ -436,20 +459,20 @@ def _divergences(asked: Attribution, prompts: Sequence[Prompt]) -> dict[str, Any
         "ties": kinds["tie"],
         "near": kinds["near"],
         "violations": kinds["violation"],
-        "tie_gap": asked.floor.tau if asked.floor is not None else None,
+        "unknown": kinds["unknown"],
+        "tau": asked.floor.tau if asked.floor is not None else None,
         "cases": [_divergence(p, pair) for p, pair in worst[:10]],
     }
 
 
 def _divergence(prompt: Prompt, pair: lossless.Compared) -> dict[str, Any]:
     at = pair.divergence
-    ended = at is not None and (at.target_token is None or at.other_token is None)
     return {
         "prompt_id": prompt.prompt_id,
         "route": prompt.route,
         "position": at.index if at is not None else None,
         "gap": pair.gap,
-        "label": "length" if ended else pair.kind or "unknown",
+        "kind": pair.kind or "unknown",
         "target_token": _token(at.target_token if at else None),
         "speculative_token": _token(at.other_token if at else None),
     }
@@ -468,12 +491,14 @@ def _noise_floor(graded: Graded, asked: Attribution, prompts: Sequence[Prompt]) 
     for prompt in prompts:
         runs = graded.outcomes(prompt, Arm.TARGET_ONLY, ("greedy", "aa"))
         flipped += set(runs) == {"pass", "fail"}
-    gaps = [pair.gap for pair in pairs if pair.gap is not None]
+    floor = asked.floor
     return {
         "pairs": len(pairs),
         "tokens": sum(pair.exposure for pair in pairs),
         "diverged": sum(pair.divergence is not None for pair in pairs),
         "flipped": flipped,
-        "gap_max": max(gaps) if gaps else None,
+        "tau": floor.tau if floor is not None else None,
+        "positions": floor.n if floor is not None else 0,
+        "content_missed": floor.content_missed if floor is not None else None,
         "latency": {},
     }

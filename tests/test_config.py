@@ -110,7 +110,7 @@ def test_a_broken_rule_is_an_error_with_its_line(
 )
 def test_a_broken_rollout_is_a_usage_error(tmp_path: Path, text: str, words: str) -> None:
     """Each broken rollout says what is wrong."""
-    with pytest.raises(UsageError, match="r.yaml") as caught:
+    with pytest.raises(UsageError, match=r"r\.yaml") as caught:
         load_rollout(write(tmp_path / "r.yaml", text))
     assert words in str(caught.value)
 

@@ -602,14 +602,14 @@ def test_the_queue_has_a_limit_and_an_order(chain_dir):
         with server.open_stream("/v1/completions", **body) as events, ThreadPoolExecutor(2) as pool:
             next(events)
 
-            def ask(priority, headers=None):
-                asked = {"prompt": "x", "max_tokens": 2, "priority": priority}
+            def ask(n_tokens, headers=None):
+                asked = {"prompt": "x", "max_tokens": n_tokens, "priority": 5, "ignore_eos": True}
                 answer = server.call("/v1/completions", asked, headers=headers)
                 return answer, time.monotonic()
 
-            late = pool.submit(ask, 5)
+            late = pool.submit(ask, 2000)
             server.wait_until(lambda m: m[("vllm:num_requests_waiting",)] == 1)
-            early = pool.submit(ask, 5, {"X-Vllm-Priority": "-1"})
+            early = pool.submit(ask, 2, {"X-Vllm-Priority": "-1"})
             server.wait_until(lambda m: m[("vllm:num_requests_waiting",)] == 2)
             status, answer = server.call("/v1/completions", {"prompt": "x"})
             assert (status, answer["error"]["code"]) == (503, 503)

@@ -58,7 +58,7 @@ def module_of(path: Path) -> str:
 
 
 def imported_modules(path: Path) -> set[str]:
-    """speccheck modules that a file imports, at any depth."""
+    """Modules of speccheck that a file imports, at any depth."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module == "speccheck":

@@ -1,0 +1,214 @@
+"""Wrong inputs, as a user makes them: one clear line, the right exit code, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from speccheck.config import package_dir
+
+ROLLOUT = """\
+name: test
+speculation: {method: draft_model, model: packaged, num_speculative_tokens: 4}
+corpus: {paths: [corpus.jsonl]}
+fixture: {seeds: 2000}
+replay: {control_concurrency: 4}
+shadow: {requests_per_route: 8, blocks: 4, rate_per_s: 8}
+canary: {shares: [0.5], requests_per_step: 12, look_every: 6, rate_per_s: 8}
+warm_up: 1
+routes:
+  - name: support
+    tasks: [support]
+"""
+
+
+def speccheck(
+    *arguments: str | Path, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "speccheck", *map(str, arguments)],
+        cwd=cwd,
+        env=os.environ | environment | {"COLUMNS": "80"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a small rollout and six prompts."""
+    (tmp_path / "rollout.yaml").write_text(ROLLOUT, encoding="utf-8")
+    lines = (package_dir("corpora") / "support.jsonl").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines[:6]) + "\n", encoding="utf-8")
+    return tmp_path
+
+
+def refused(done: subprocess.CompletedProcess[str], code: int, *words: str) -> None:
+    """One line with these words, this exit code, no traceback."""
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    for word in words:
+        assert word in done.stderr
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new), encoding="utf-8")
+
+
+def test_a_missing_rollout(tmp_path: Path) -> None:
+    """A rollout that is not there: exit code 2, and what writes one."""
+    refused(speccheck("run", cwd=tmp_path), 2, "rollout.yaml", "speccheck init")
+
+
+def test_a_missing_corpus(folder: Path) -> None:
+    """A corpus that is not there is named."""
+    edit(folder / "rollout.yaml", "corpus.jsonl", "gone.jsonl")
+    refused(speccheck("stage", "replay", cwd=folder), 2, "gone.jsonl")
+
+
+def test_broken_yaml(folder: Path) -> None:
+    """YAML that does not parse is an error with its line."""
+    edit(folder / "rollout.yaml", "routes:", "routes: [")
+    refused(speccheck("run", cwd=folder), 2, "rollout.yaml:", "not valid YAML")
+
+
+def test_a_rule_with_a_typo(folder: Path) -> None:
+    """A misspelt rule is an error with its line and a suggestion."""
+    shutil.copy(package_dir("rules") / "guardrails.yaml", folder / "guardrails.yaml")
+    edit(folder / "guardrails.yaml", "  max_error_rate:", "  max_eror_rate:")
+    edit(folder / "rollout.yaml", "warm_up: 1", "warm_up: 1\nguardrails: guardrails.yaml")
+    refused(speccheck("run", cwd=folder), 2, "guardrails.yaml:", "did you mean 'max_error_rate'")
+
+
+def test_a_table_that_does_not_sum_to_one(folder: Path) -> None:
+    """A fixture table whose row sums to 0.99 is named with its row."""
+    table = (package_dir("corpora") / "fixture_t4.json").read_text(encoding="utf-8")
+    broken = re.sub(r"60,\s*10,\s*10,\s*5,\s*15", "60, 10, 10, 5, 14", table, count=1)
+    assert broken != table
+    (folder / "table.json").write_text(broken, encoding="utf-8")
+    edit(folder / "rollout.yaml", "seeds: 2000", "seeds: 2000, table: table.json")
+    refused(speccheck("stage", "fixture", cwd=folder), 2, "table.json", "99")
+    refused(speccheck("trace", "--table", "table.json", cwd=folder), 2, "table.json", "99")
+
+
+def test_a_server_that_is_not_there(folder: Path) -> None:
+    """Attached URLs that nobody answers at: exit code 4, with the URL."""
+    urls = "{target_only: 'http://127.0.0.1:9', speculative: 'http://127.0.0.1:9'}"
+    edit(folder / "rollout.yaml", "warm_up: 1", f"warm_up: 1\nengine: attached\nattached: {urls}")
+    refused(
+        speccheck("stage", "replay", cwd=folder), 4, "http://127.0.0.1:9", "is the server running?"
+    )
+
+
+def test_an_api_key_that_is_not_set(folder: Path) -> None:
+    """A key is asked for by the name of its variable."""
+    urls = "target_only: 'http://127.0.0.1:9', speculative: 'http://127.0.0.1:9'"
+    edit(
+        folder / "rollout.yaml",
+        "warm_up: 1",
+        f"warm_up: 1\nengine: attached\nattached: {{{urls}, api_key_env: NO_SUCH_KEY}}",
+    )
+    refused(speccheck("stage", "replay", cwd=folder), 2, "NO_SUCH_KEY")
+
+
+def test_a_folder_that_cannot_be_written(folder: Path) -> None:
+    """An output folder that cannot be made: exit code 4, with its name."""
+    (folder / "file").write_text("", encoding="utf-8")
+    refused(speccheck("stage", "fixture", "--out", "file/run", cwd=folder), 4, "file/run")
+
+
+def test_a_store_that_is_held(folder: Path) -> None:
+    """A second process on the same store gets one clear line and exit code 4."""
+    from speccheck.store import Store
+
+    (folder / "run").mkdir()
+    with Store.open(folder / "run" / "receipts.duckdb"):
+        done = speccheck("stage", "fixture", "--out", "run", cwd=folder)
+    refused(done, 4, "receipts.duckdb", str(os.getpid()))
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        ("rejection_sample_method: synthetic", "synthetic"),
+        ("rejection_sample_method: fly", "fly"),
+        ("rejection_sample_method: typical", "typical"),
+        ("lenience: 0.8", "lenience"),
+    ],
+)
+def test_the_fixture_refuses_lossy_algorithms(folder: Path, config: str, word: str) -> None:
+    """A lossy or unknown algorithm fails the fixture stage with exit code 1 and its name."""
+    edit(
+        folder / "rollout.yaml",
+        "num_speculative_tokens: 4}",
+        f"num_speculative_tokens: 4, {config}}}",
+    )
+    done = speccheck("stage", "fixture", cwd=folder)
+    assert done.returncode == 1, done.stderr
+    assert word in done.stdout
+
+
+def test_json_errors_are_json(tmp_path: Path) -> None:
+    """With --json an error is an object whose exit code is the process's own."""
+    done = speccheck("run", "--json", cwd=tmp_path)
+    told = json.loads(done.stdout)
+    assert told["exit_code"] == done.returncode == 2
+    assert "rollout.yaml" in told["error"]
+
+
+def test_unknown_commands_and_options(tmp_path: Path) -> None:
+    """A mistyped command is a usage error with a suggestion."""
+    refused(speccheck("stge", cwd=tmp_path), 2, "Did you mean")
+    refused(speccheck("run", "--rolout", "x", cwd=tmp_path), 2, "--rollout")
+
+
+def test_init_writes_what_run_reads(tmp_path: Path) -> None:
+    """`speccheck init` writes files that load, and does not overwrite them."""
+    assert speccheck("init", "new", cwd=tmp_path).returncode == 0
+    done = speccheck("run", "--dry-run", "--json", cwd=tmp_path / "new")
+    assert done.returncode == 0, done.stderr
+    planned = json.loads(done.stdout)
+    assert [stage["stage"] for stage in planned["stages"]] == [
+        "fixture",
+        "replay",
+        "shadow",
+        "canary",
+    ]
+    assert not (tmp_path / "new" / "speccheck-run").exists()
+    refused(speccheck("init", "new", cwd=tmp_path), 2, "is there already", "--force")
+
+
+def test_a_trace_fits_eighty_columns(tmp_path: Path) -> None:
+    """The worked trace is readable on a narrow terminal."""
+    done = speccheck("trace", "--seed", "18", cwd=tmp_path)
+    assert done.returncode == 0
+    assert all(len(line) <= 80 for line in done.stdout.splitlines())
+    for words in ("drafted A B C D", "discarded untested", "committed A B X"):
+        assert words in done.stdout
+
+
+def test_receipts_without_a_run(tmp_path: Path) -> None:
+    """Commands that read a run say that there is none."""
+    for command in (["receipts", "list"], ["decide"], ["packet"]):
+        refused(speccheck(*command, cwd=tmp_path), 4, "no receipts there")
+
+
+def test_corpus_import_and_check(tmp_path: Path) -> None:
+    """Plain lines become a corpus that `corpus check` counts."""
+    (tmp_path / "plain.txt").write_text("Hello\nWhat is new?\n", encoding="utf-8")
+    done = speccheck("corpus", "import", "plain.txt", "corpus.jsonl", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = speccheck("corpus", "check", "corpus.jsonl", "--json", cwd=tmp_path)
+    assert json.loads(done.stdout)["prompts"] == 2

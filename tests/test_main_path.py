@@ -1,0 +1,181 @@
+"""The whole job on the embedded engine, small, as processes: run, kill, resume, look, decide."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+from test_cli import ROLLOUT, speccheck
+
+from speccheck.config import package_dir
+from speccheck.store import Store
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """A small run that was taken through all four stages; its folder and its JSON."""
+    folder = tmp_path_factory.mktemp("run")
+    write_rollout(folder)
+    done = speccheck(
+        *("run", "--keep-going", "--json", "--junit", "junit.xml", "--summary", "summary.md"),
+        cwd=folder,
+    )
+    assert done.stdout, done.stderr
+    told = json.loads(done.stdout)
+    assert told["exit_code"] == done.returncode, done.stderr
+    return folder, told
+
+
+def write_rollout(folder: Path) -> None:
+    (folder / "rollout.yaml").write_text(ROLLOUT, encoding="utf-8")
+    lines = (package_dir("corpora") / "support.jsonl").read_text(encoding="utf-8").splitlines()
+    tools = (package_dir("corpora") / "tool_text.jsonl").read_text(encoding="utf-8").splitlines()
+    text = "\n".join(lines[:6] + tools[:4]) + "\n"
+    (folder / "corpus.jsonl").write_text(text, encoding="utf-8")
+
+
+def test_all_four_stages_ran(finished: tuple[Path, dict]) -> None:
+    """Each stage has a verdict, and the fixture passes."""
+    _, told = finished
+    assert list(told["stages"]) == ["fixture", "replay", "shadow", "canary"]
+    assert told["stages"]["fixture"]["verdict"] == "pass"
+    assert told["stages"]["replay"]["counts"]["ok"] >= 18
+
+
+def test_so_few_requests_promote_nothing(finished: tuple[Path, dict]) -> None:
+    """A handful of requests never ends in promote: too little evidence is no pass."""
+    _, told = finished
+    assert [d["action"] for d in told["decisions"]] != ["promote"]
+    assert told["exit_code"] in (1, 3, 4)
+
+
+def test_every_form_tells_the_same(finished: tuple[Path, dict]) -> None:
+    """JSON, JUnit, the step summary, `decide` and the packet agree on the outcome."""
+    folder, told = finished
+    again = speccheck("decide", "--json", cwd=folder)
+    assert again.returncode == told["exit_code"]
+    assert json.loads(again.stdout)["decisions"] == told["decisions"]
+    suites = ET.parse(folder / "junit.xml").getroot()  # noqa: S314 (we wrote it)
+    red = suites.findall(".//failure") + suites.findall(".//error")
+    assert bool(red) == (told["exit_code"] != 0)
+    summary = (folder / "summary.md").read_text(encoding="utf-8")
+    assert f"Exit code {told['exit_code']}" in summary
+    view = json.loads((folder / "speccheck-run" / "packet.json").read_text(encoding="utf-8"))
+    assert view["complete"] is True
+    assert view["exit_code"] == told["exit_code"]
+
+
+def test_greedy_outputs_of_the_arms_are_equal(finished: tuple[Path, dict]) -> None:
+    """At temperature 0 both arms give the same token ids for each prompt."""
+    folder, told = finished
+    with Store.read(folder / "speccheck-run" / "receipts.duckdb") as store:
+        receipts = store.receipts(told["run_id"], stage="replay", phase="greedy")
+    digests: dict[str, set[str | None]] = {}
+    for receipt in receipts:
+        digests.setdefault(receipt.prompt_id, set()).add(receipt.output_digest)
+    assert digests
+    assert all(len(values) == 1 for values in digests.values())
+
+
+def test_speculation_really_happened(finished: tuple[Path, dict]) -> None:
+    """Speculative receipts carry the engine's own counts; target-only ones drafted nothing."""
+    folder, told = finished
+    with Store.read(folder / "speccheck-run" / "receipts.duckdb") as store:
+        receipts = store.receipts(told["run_id"], stage="shadow", warm_up=False)
+    spec = [r for r in receipts if r.arm == "speculative"]
+    assert sum(r.accepted_tokens or 0 for r in spec) > 0
+    assert {r.counts_source for r in spec} == {"engine"}
+    assert all(not r.proposed_tokens for r in receipts if r.arm == "target_only")
+
+
+def test_the_same_command_again_sends_nothing(finished: tuple[Path, dict]) -> None:
+    """A finished run is only judged again: no new receipt, the same decisions."""
+    folder, told = finished
+    with Store.read(folder / "speccheck-run" / "receipts.duckdb") as store:
+        before = len(store.receipts(told["run_id"]))
+    done = speccheck("run", "--keep-going", "--json", cwd=folder)
+    again = json.loads(done.stdout)
+    assert again["run_id"] == told["run_id"]
+    assert again["decisions"] == told["decisions"]
+    with Store.read(folder / "speccheck-run" / "receipts.duckdb") as store:
+        assert len(store.receipts(told["run_id"])) == before
+        assert store.verify() == []
+
+
+def test_receipts_can_be_listed_shown_and_exported(
+    finished: tuple[Path, dict], tmp_path: Path
+) -> None:
+    """Each export holds every receipt; `show` takes the beginning of an id."""
+    import duckdb
+
+    folder, _ = finished
+    listed = json.loads(speccheck("receipts", "list", "--json", cwd=folder).stdout)
+    assert listed["count"] > 0
+    shown = speccheck("receipts", "list", "--limit", "3", cwd=folder)
+    assert all(len(line) <= 80 for line in shown.stdout.splitlines())
+    first = listed["receipts"][0]
+    page = speccheck("receipts", "show", first["receipt_id"], cwd=folder)
+    assert first["prompt_id"] in page.stdout
+    for ending in ("csv", "parquet", "jsonl"):
+        path = tmp_path / f"all.{ending}"
+        assert speccheck("receipts", "export", path, cwd=folder).returncode == 0
+        reader = {"csv": "read_csv", "parquet": "read_parquet", "jsonl": "read_json"}[ending]
+        (count,) = duckdb.sql(f"SELECT count(*) FROM {reader}('{path}')").fetchone()  # noqa: S608
+        assert count == listed["count"]
+
+
+def test_another_seed_is_another_run(finished: tuple[Path, dict]) -> None:
+    """A changed rollout never continues a run that was begun under another one."""
+    folder, told = finished
+    text = (folder / "rollout.yaml").read_text(encoding="utf-8")
+    (folder / "other.yaml").write_text(f"seed: 5\n{text}", encoding="utf-8")
+    done = speccheck("stage", "fixture", "--rollout", "other.yaml", "--json", cwd=folder)
+    assert json.loads(done.stdout)["run_id"] != told["run_id"]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_at_random_moments_the_run_is_resumed_whole(tmp_path: Path, seed: int) -> None:
+    """A replay killed (-9) at random moments: nothing is lost, nothing is doubled."""
+    write_rollout(tmp_path)
+    rng = random.Random(seed)
+    store_path = tmp_path / "speccheck-run" / "receipts.duckdb"
+    command = [sys.executable, "-m", "speccheck", "stage", "replay"]
+    seen: set[str] = set()
+    for _ in range(3):
+        process = subprocess.Popen(
+            command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        time.sleep(rng.uniform(1.0, 5.0))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if store_path.exists():
+            kept = receipt_ids(store_path)
+            assert seen <= kept, "a receipt was lost"
+            seen = kept
+    done = speccheck("stage", "replay", "--json", cwd=tmp_path)
+    told = json.loads(done.stdout)
+    with Store.read(store_path) as store:
+        receipts = store.receipts(told["run_id"], stage="replay", warm_up=False)
+        assert store.verify() == []
+    ids = [r.receipt_id for r in receipts]
+    assert len(ids) == len(set(ids))
+    assert seen <= receipt_ids(store_path)
+    # 9 prompts (one of ten is protected): both arms at two temperatures, and the control.
+    planned = [r for r in receipts if r.phase in ("greedy", "aa", "sampled")]
+    assert len(planned) == 9 * 5
+    assert {r.outcome for r in planned} == {"ok"}
+
+
+def receipt_ids(path: Path) -> set[str]:
+    """Receipt ids in a store that no process holds."""
+    with Store.open(path) as store:
+        return {r.receipt_id for run in store.runs() for r in store.receipts(run.run_id)}
