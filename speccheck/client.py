@@ -250,7 +250,10 @@ async def send(
         async with (
             asyncio.timeout(timeout_s),
             session.post(
-                api_url(base_url, "/v1/chat/completions"), data=payload, headers=_headers(api_key)
+                api_url(base_url, "/v1/chat/completions"),
+                data=payload,
+                headers=_headers(api_key),
+                allow_redirects=False,  # it would be a second request, key included
             ) as response,
         ):
             stream.status = response.status
@@ -874,14 +877,19 @@ def sampling_features(request: PlannedRequest) -> list[str]:
 
 
 async def _error_text(response: aiohttp.ClientResponse) -> str:
-    """At most 64 KiB of a body that explains a failure."""
-    raw = await response.content.read(2**16)
+    """At most 64 KiB of a body that explains a failure; where it is cut, the status must do."""
+    try:
+        raw = await response.content.read(2**16)
+    except (aiohttp.ClientError, OSError):
+        return ""
     return raw.decode("utf-8", "replace")
 
 
 def _refusal(status: int, text: str, body: Mapping[str, Any]) -> tuple[Outcome, str, str]:
     """Outcome, class and message of a reply other than 200."""
     message = _message(text) or f"HTTP {status}"
+    if 300 <= status < 400:
+        return Outcome.REJECTED, "redirected", f"HTTP {status}: give the server's own URL"
     if status in (400, 422):
         if _UNSUPPORTED.search(message):
             return Outcome.REJECTED, "unsupported_parameter", _blame(message, text, body)

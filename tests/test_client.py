@@ -420,6 +420,20 @@ async def test_a_prompt_that_is_too_long_is_told_from_a_bad_request():
     assert (await observe(refusal(400, message))).error_class == "context_length"
 
 
+async def test_a_refusal_whose_body_is_cut_keeps_its_status():
+    """The status alone still tells the class."""
+    seen = await observe(Script([0.02, Drop()], status=503, content_type="application/json"))
+    assert (seen.outcome, seen.error_class) == (Outcome.REJECTED, "overloaded")
+    assert seen.error_message == "HTTP 503"
+
+
+async def test_redirects_are_not_followed():
+    """Following one would be a second request, with the key, to somebody else."""
+    reply = Script([], status=307, headers={"Location": "http://127.0.0.1:1/"})
+    seen = await observe(reply, api_key="sk-1")
+    assert (seen.outcome, seen.error_class) == (Outcome.REJECTED, "redirected")
+
+
 async def test_another_content_type_is_a_broken_stream():
     """JSON with status 200 is no stream, and the message says what came instead."""
     reply = Script([b'{"choices": []}'], content_type="application/json")

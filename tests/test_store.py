@@ -612,6 +612,10 @@ try:
         n += 50
 except StoreError as error:
     print(n, error)
+    try:
+        store.close()
+    except StoreError as error:
+        print(error)
 """
 
 
@@ -624,6 +628,7 @@ def test_a_full_disk_loses_nothing_that_was_acknowledged(path):
     n, _, message = done.stdout.partition(" ")
     assert "the disk is full" in message, (done.stdout, done.stderr)
     assert int(n) > 0
+    assert (done.returncode, done.stderr) == (0, "")
     with Store.open(path) as store:
         assert len(store.done_keys("run-1", "replay")) >= int(n)
 
