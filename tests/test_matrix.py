@@ -384,7 +384,7 @@ def test_abba_blocks_are_the_unit(rng):
 
 
 def test_fallbacks_are_moved_requests(rng):
-    """Requests moved to target-only after a fallback count as fallbacks, and compare with nothing."""
+    """Requests moved to target-only after a fallback count as such, and compare with nothing."""
     receipts = pairs(rng, 40)
     moved = [receipt(i, "target_only", decision="fell_back") for i in range(40, 50)]
     found = by_metric(shadow(receipts + moved, rng))
