@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from speccheck import lossless
 from speccheck.lossless import Case, Compared, Divergence, NoiseFloor
+from speccheck.records import Verdict
 
 tokens = st.lists(st.integers(0, 3), max_size=12)
 
@@ -258,3 +260,81 @@ def test_no_judged_case_is_no_estimate():
     """Cases that could not be judged are no evidence of quality."""
     assert quality([])[0].estimate is None
     assert quality([Case("n", (N, N), (N,))])[0].estimate is None
+
+
+# --- sampled outputs ----------------------------------------------------------------------------
+
+
+def laws(rng, vocabulary=30):
+    """Target and draft rows of one position, and what a wrong verifier makes of them: after a
+    rejection it draws from the raw target.
+    """
+    p, q = rng.dirichlet(np.full(vocabulary, 0.3), 2)
+    accepted = np.minimum(p, q)
+    return p, accepted + (1 - accepted.sum()) * p
+
+
+def drawn(rng, rows, n):
+    """Samples of a certain first token (prefill) and one token of each row."""
+    columns = [np.zeros(n, dtype=int), *(rng.choice(len(row), n, p=row) for row in rows)]
+    return np.stack(columns, axis=1).tolist()
+
+
+def test_equal_laws_are_rarely_told_apart():
+    """Under one law the p-value is uniform: at most 11 of 100 runs fall under .05, none under .001
+    more often than once.
+    """
+    rng = np.random.default_rng(4)
+    p_values = []
+    for _ in range(100):
+        p, _ = laws(rng)
+        pair = (drawn(rng, [p, p], 40), drawn(rng, [p, p], 40))
+        test = lossless.compare_distributions({"a": pair}, rng=rng, depth=3, permutations=999)
+        p_values.append(test.p_value)
+    assert sum(p <= 0.05 for p in p_values) <= 11
+    assert sum(p <= 0.001 for p in p_values) <= 1
+
+
+def test_drawing_from_the_raw_target_is_found():
+    """2,000 samples on five prompts find it in at least four of five runs."""
+    found = 0
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        samples = {}
+        for prompt in range(5):
+            right, wrong = zip(*(laws(rng) for _ in range(3)), strict=True)
+            samples[f"p{prompt}"] = (drawn(rng, right, 400), drawn(rng, wrong, 400))
+        test = lossless.compare_distributions(samples, rng=rng, depth=4, permutations=1999)
+        assert (test.prompts, test.samples) == (5, 2000)
+        found += lossless.judge_distribution(test)[0] is Verdict.FAIL
+    assert found >= 4
+
+
+def test_too_few_samples_do_not_pass():
+    """Finding nothing in few samples is inconclusive; identical samples are no error."""
+    rng = np.random.default_rng(0)
+    same = [[1, 2, 3]] * 20
+    test = lossless.compare_distributions({"p": (same, same)}, rng=rng)
+    assert test.p_value == 1
+    verdict, why = lossless.judge_distribution(test)
+    assert verdict is Verdict.INCONCLUSIVE
+    assert "2000 samples are needed" in why
+
+
+def test_enough_equal_samples_pass_without_a_claim_of_proof():
+    """A pass says that no difference was found, and no more."""
+    rng = np.random.default_rng(1)
+    p, _ = laws(rng)
+    pair = (drawn(rng, [p, p], 2000), drawn(rng, [p, p], 2000))
+    test = lossless.compare_distributions({"p": pair}, rng=rng, depth=3, permutations=499)
+    verdict, why = lossless.judge_distribution(test)
+    assert verdict is Verdict.PASS
+    assert "does not prove" in why
+
+
+def test_no_samples_are_an_error():
+    """Prompts without samples on both arms cannot be judged."""
+    rng = np.random.default_rng(0)
+    for samples in ({}, {"p": ([[1, 2]] * 5, [])}):
+        test = lossless.compare_distributions(samples, rng=rng)
+        assert lossless.judge_distribution(test)[0] is Verdict.ERROR
