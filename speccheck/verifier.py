@@ -732,7 +732,7 @@ class State(NamedTuple):
     n: int
     """Committed tokens."""
     previous: int | None
-    """Id of the last one."""
+    """Id of the last one; None where the next row does not depend on it."""
     memory: Hashable = None
     """What a broken engine carries over from an earlier round; a right one carries nothing."""
 
@@ -804,7 +804,14 @@ class Decoding:
     ) -> tuple[tuple[int, ...], State]:
         """(tokens committed by the round, state after it)."""
         tokens = drafted[:tau] + tail
-        return tokens, State(state.n + len(tokens), tokens[-1]) if tokens else state
+        if not tokens:
+            return tokens, state
+        n = state.n + len(tokens)
+        return tokens, State(n, tokens[-1] if self.distinguishes(n + 1, tokens[-1]) else None)
+
+    def distinguishes(self, position: int, previous: int) -> bool:
+        """Whether the next row depends on the last token; if not, its states are one state."""
+        return (position, previous) in self.table.target
 
     def stream(self, site: Site, k: int) -> Stream:
         """Which stream of uniforms a site reads when runs are drawn from seeds."""

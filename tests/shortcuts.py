@@ -328,6 +328,9 @@ class ShiftedTarget(Decoding):
         position = min(state.n + len(drafted) + 2, self.table.horizon)
         return self.table.target_row(position, previous)
 
+    def distinguishes(self, position, previous):
+        return True
+
 
 class RemembersRejected(Decoding):
     """A loop whose next round still has the rejected token in some cache."""
@@ -382,6 +385,9 @@ class NotRolledBack(Decoding):
         previous = drafted[-1] if drafted else state.previous
         position = state.n + len(drafted) + 1 + (state.memory or 0)
         return rows(min(position, self.table.horizon), previous)
+
+    def distinguishes(self, position, previous):
+        return True
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The verification algorithms against worked examples, exact laws and reference counts."""
 
+import doctest
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import speccheck.verifier
 from speccheck.fixture import load_table
 from speccheck.verifier import (
     ALGORITHMS,
@@ -68,6 +70,13 @@ EXACT_P, EXACT_Q = rows(T4, (), (A, B, C, D))
 
 def fractions(*numbers):
     return np.array([Fraction(n) for n in numbers], dtype=object)
+
+
+def test_the_worked_examples_in_the_docstrings_hold():
+    """What the code says beside the papers is what it does."""
+    outcome = doctest.testmod(speccheck.verifier)
+    assert outcome.attempted > 20
+    assert outcome.failed == 0
 
 
 # --- the table and the uniforms ---
