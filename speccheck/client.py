@@ -891,8 +891,9 @@ def _refusal(status: int, text: str, body: Mapping[str, Any]) -> tuple[Outcome, 
     if 300 <= status < 400:
         return Outcome.REJECTED, "redirected", f"HTTP {status}: give the server's own URL"
     if status in (400, 422):
-        if _UNSUPPORTED.search(message):
-            return Outcome.REJECTED, "unsupported_parameter", _blame(message, text, body)
+        blamed = _blame(message, text, body) if _UNSUPPORTED.search(message) else None
+        if blamed is not None:
+            return Outcome.REJECTED, "unsupported_parameter", blamed
         error_class = "context_length" if _TOO_LONG.search(message) else "bad_request"
         return Outcome.REJECTED, error_class, message
     if status in (401, 403):
@@ -901,26 +902,22 @@ def _refusal(status: int, text: str, body: Mapping[str, Any]) -> tuple[Outcome, 
         return Outcome.REJECTED, "not_found", message
     if status in (429, 503):
         return Outcome.REJECTED, "overloaded", message
-    return (
-        (Outcome.ERROR, "server_error", message)
-        if status >= 500
-        else (
-            Outcome.REJECTED,
-            "bad_request",
-            message,
-        )
-    )
+    if status >= 500:
+        return Outcome.ERROR, "server_error", message
+    return Outcome.REJECTED, "bad_request", message
 
 
-def _blame(message: str, text: str, body: Mapping[str, Any]) -> str:
-    """Name the parameter: those the refusal names and this request carries, first."""
+def _blame(message: str, text: str, body: Mapping[str, Any]) -> str | None:
+    """The message with the parameter named: those the refusal names and this request carries,
+    first. None where it names no parameter.
+    """
     named = [name for name in _PARAMETERS if re.search(rf"\b{name}\b", message)]
     try:
         param = json.loads(text)["error"]["param"]
     except (ValueError, KeyError, TypeError):
         param = None
     if isinstance(param, str) and param and param not in named:
-        named.insert(0, param)
+        named.insert(0, _clean(param))
     options = body.get("stream_options") or {}
     sent = [name for name in named if name in body or name in options]
     if sent:
@@ -930,7 +927,7 @@ def _blame(message: str, text: str, body: Mapping[str, Any]) -> str:
             f"parameter {', '.join(named)} (not in this request: the model's generation_config "
             f"may set it): {message}"
         )
-    return message
+    return None
 
 
 def _message(text: str) -> str:

@@ -17,7 +17,7 @@ import os
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -831,10 +831,9 @@ class Store:
                 yield self._connection
                 self._connection.commit()
             except BaseException:
-                try:
+                # A failed commit has ended the transaction already; the first error counts.
+                with suppress(duckdb.Error):
                     self._connection.rollback()
-                except duckdb.Error as nothing_to_roll_back:
-                    del nothing_to_roll_back  # a failed commit has ended it; the first error counts
                 raise
 
     def _rows(self, sql: str, values: Sequence[Any]) -> list[tuple[Any, ...]]:

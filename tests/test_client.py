@@ -414,6 +414,21 @@ async def test_an_extension_that_the_server_does_not_know_is_named():
     assert (seen.error_message or "").startswith("parameter return_token_ids: ")
 
 
+@pytest.mark.parametrize(
+    ("message", "param", "error_class", "said"),
+    [
+        ("Not supported.", "logit_bias", "unsupported_parameter", "parameter logit_bias (not in"),
+        ("Images are not supported.", None, "bad_request", "Images are not supported."),
+        ("seed must be below 10", "seed", "bad_request", "seed must be below 10"),
+    ],
+)
+async def test_only_a_named_parameter_is_blamed(message, param, error_class, said):
+    """The error's own `param` names it too; a refusal of something else is a bad request."""
+    seen = await observe(refusal(400, message, param))
+    assert seen.error_class == error_class
+    assert (seen.error_message or "").startswith(said)
+
+
 async def test_a_prompt_that_is_too_long_is_told_from_a_bad_request():
     """Length is a property of the prompt, not of the arm."""
     message = "This model's maximum context length is 2048 tokens."
