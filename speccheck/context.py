@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -118,11 +118,14 @@ class RunContext:
         label: str,
         plan: Sequence[PlannedRequest],
         *,
-        workers: Literal["per_arm", "shared"] = "per_arm",
+        give_up_after: int | None = 20,
         on_receipt: Callable[[Receipt], None] | None = None,
         should_send: Callable[[PlannedRequest], PlannedRequest | None] | None = None,
     ) -> None:
         """Send what this run has not sent yet; every receipt is in the store afterwards.
+
+        After `give_up_after` attempts in a row that cannot connect the drive ends in an error; with
+        None each of them is a receipt, for those who judge errors.
 
         Raises:
             EngineError: an arm cannot be reached.
@@ -154,8 +157,7 @@ class RunContext:
                     write=write,
                     on_receipt=finished,
                     should_send=should_send,
-                    workers=workers,
-                    give_up_after=20,
+                    give_up_after=give_up_after,
                 )
             )
         self.health.append(report.health)
@@ -166,8 +168,25 @@ class RunContext:
         return np.random.default_rng([self.rollout.seed, *parts])
 
     def prompts(self, route: Route, traffic: Traffic | None = None) -> tuple[Prompt, ...]:
-        """Corpus prompts of a route (or of its traffic in one stage), see `route_prompts`."""
-        return route_prompts(self.path, self.corpus, route, traffic)
+        """Corpus prompts of a route (or of its traffic in one stage), see `route_prompts`.
+
+        A prompt that an earlier route sends too gets an id of its own here: receipts are keyed by
+        prompt, and each route's requests are their own.
+        """
+        found = route_prompts(self.path, self.corpus, route, traffic)
+        earlier = self.rollout.routes[: self.rollout.routes.index(route)]
+        taken = {
+            prompt.prompt_id
+            for other in earlier
+            for sent in (None, other.shadow, other.canary)
+            for prompt in route_prompts(self.path, self.corpus, other, sent)
+        }
+        return tuple(
+            replace(prompt, prompt_id=f"{prompt.prompt_id}@{route.name}")
+            if prompt.prompt_id in taken
+            else prompt
+            for prompt in found
+        )
 
     def protected_prompts(self) -> tuple[Prompt, ...]:
         """The protected traffic: prompts of that priority, or of the tasks the rollout names."""

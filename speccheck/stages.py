@@ -266,6 +266,7 @@ def canary_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
             run.drive(
                 f"{route.name} at {share:.0%}",
                 canary.plan_step(run, route, step, share),
+                give_up_after=None,  # a server that died is for the error rule to judge
                 on_receipt=guard.receipt,
                 should_send=guard.decide,
             )
