@@ -239,8 +239,9 @@ class Verifier:
 
     def final(self, step: Step, tau: int) -> Row:
         """(V,) law of the token after x[:tau]: correction if tau < k, bonus if tau = k."""
-        p = self.compared(step).row(tau)
-        return p if tau == step.k else norm(self.residual(step, tau), p)
+        if tau == step.k:
+            return self.compared(step).row(tau)
+        return norm(self.residual(step, tau), step.row(tau))
 
     def test_sites(self, k: int) -> list[Site]:
         """Which uniform each of the k tests reads."""
