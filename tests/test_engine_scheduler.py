@@ -119,6 +119,7 @@ def test_everybody_finishes_and_rows_are_never_shared(arrivals, n_rows, chunk):
     assert never_cancelled <= {fake.name for fake in world.finished}
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(-2, 2), min_size=1, max_size=12))
 def test_admission_is_by_priority_then_arrival(priorities):
     """With one row the order of admission is a stable sort by priority."""

@@ -27,6 +27,7 @@ def tokenizer(folder):
     return Tokenizer(folder)
 
 
+@settings(deadline=None)
 @given(st.text(max_size=40), st.text(max_size=10))
 def test_pieces_join_to_the_text_and_never_show_half_a_character(tokenizer, text, prompt):
     """Byte by byte, after any prompt: pieces join to the text and bring no U+FFFD of their own."""
@@ -37,6 +38,7 @@ def test_pieces_join_to_the_text_and_never_show_half_a_character(tokenizer, text
     assert "\ufffd" in text or not any("\ufffd" in piece for piece in pieces)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 257), max_size=60))
 def test_broken_bytes_come_out_as_the_decoder_shows_them(tokenizer, ids):
     """Any ids at all: pieces join to what decoding everything at once gives."""
@@ -46,6 +48,7 @@ def test_broken_bytes_come_out_as_the_decoder_shows_them(tokenizer, ids):
     assert text.replace("\ufffd", "") == whole.replace("\ufffd", "")
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.text("ab€x", max_size=4), max_size=12),
     st.lists(st.text("ab€x", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -83,7 +86,7 @@ def blocks(draw, ids):
     return out
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_an_answer_does_not_depend_on_how_rounds_cut_it(tokenizer, data):
     """Text, ids, reason and stop are the same in rounds of one token and of several."""

@@ -110,7 +110,7 @@ class ModelDrafter:
             return chosen
         temperatures = np.array([sequences[i].request.params.temperature for i in drawn])
         for i, row in zip(drawn, softmax(logits[drawn], temperatures), strict=True):
-            u = uniform(sequences[i].seed, Stream.DRAFT, sequences[i].n_rounds, position)
+            u = uniform(sequences[i].seed, Stream.DRAFT, sequences[i].stats.n_steps, position)
             chosen[i] = (inverse_cdf(row, u), row)
         return chosen
 

@@ -298,7 +298,7 @@ class Engine:
 
     def _draw(self, sequence: Sequence, draft: Draft, p: np.ndarray) -> RoundOutcome:
         """One sampled round through the verifier, k = 0 included."""
-        seed, round_ = sequence.seed, sequence.n_rounds
+        seed, round_ = sequence.seed, sequence.stats.n_steps
         final_u = uniform(seed, Stream.BONUS, round_, 0)
         k = len(draft.tokens)
         if not k:
@@ -323,7 +323,6 @@ class Engine:
         n_before, n_drafted = len(sequence.ids), len(draft.tokens)
         tokens = [*draft.tokens[: outcome.accepted], outcome.token]
         output = sequence.commit(tokens, self._eos, self.max_model_len)
-        sequence.n_rounds += 1
         sequence.draft_len = min(sequence.draft_len, n_before + outcome.accepted)
         n_top = sequence.request.params.logprobs
         if n_top is not None:
@@ -339,6 +338,7 @@ class Engine:
             stats.first_token_s = now
             metrics.observe("time_to_first_token_seconds", now - stats.arrival_s)
         stats.last_token_s = now
+        stats.n_steps += 1
         metrics.n_generation_tokens += len(output.token_ids)
         if n_drafted:
             stats.accepted_per_step.append(outcome.accepted)

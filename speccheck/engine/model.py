@@ -11,7 +11,9 @@ OpenMP-style pools collapse when another process holds one of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from speccheck.engine.llama import Floats, LlamaConfig, read_weights
 from speccheck.errors import EngineError
 
 Ints = NDArray[np.int64]
-_MASKED = np.float32(-1e30)
+_SEEN, _MASKED = np.float32(0), np.float32(-1e30)
 
 
 class Model:
@@ -54,63 +56,71 @@ class Model:
         or with `last_only` of the last new token of each sequence that has one.
         """
         batch = len(tokens)
-        counts = [len(new) for new in tokens]
-        width = max(counts)
-        if min(counts) == width:
-            pad_index, pack_index = _uniform(batch, width)
-        else:
-            pad_index, pack_index = _ragged(counts, width)
-        flat = np.fromiter((token for new in tokens for token in new), np.int64, sum(counts))
-        lengths = np.asarray(past, np.int64)[:, None]
-        positions = lengths + np.arange(width)
-        if positions.max() >= self.config.max_positions:  # only padding may lie beyond the end
+        layout = _layout(tuple(map(len, tokens)))
+        lengths = np.array(past, np.int64)[:, None]
+        positions = lengths + _counting(layout.width)
+        if max(past) + layout.width > self.config.max_positions:  # padding may lie beyond the end
             np.minimum(positions, self.config.max_positions - 1, out=positions)
-        capacity = cache.capacity
-        mask = np.where(np.arange(capacity) < lengths, np.float32(0), _MASKED)
-        if last_only:
-            logit_rows = np.cumsum([count for count in counts if count]) - 1
-        else:
-            logit_rows = np.arange(flat.size)
-        last_row = first_row + batch
+        mask = np.where(_counting(cache.capacity) < lengths, _SEEN, _MASKED)
         feeds: dict[str, Any] = {
-            "tokens": flat,
-            "pad_index": pad_index,
-            "pack_index": pack_index,
+            "tokens": np.array(list(chain.from_iterable(tokens)), np.int64),
+            "pad_index": layout.pad_index,
+            "pack_index": layout.pack_index,
             "positions": positions,
-            "logit_rows": logit_rows,
+            "logit_rows": layout.last_rows if last_only else layout.all_rows,
             "past_mask": mask[:, None, None, :],
-            "block_mask": _block_mask(width, self._groups),
+            "block_mask": _block_mask(layout.width, self._groups),
         }
-        for layer, name in enumerate(self._cache_names):
-            feeds[name] = cache.data[layer, first_row:last_row]
+        rows = cache.data[:, first_row : first_row + batch]
+        feeds.update(zip(self._cache_names, rows, strict=True))
         logits, new_kv = self._session.run(None, feeds)
         block = new_kv.reshape(-1, batch, *new_kv.shape[1:])
-        for b, count in enumerate(counts):
-            if count:
-                cache.write(first_row + b, past[b], block[:, b, :, :count])
+        for b, new in enumerate(tokens):
+            if new:
+                cache.write(first_row + b, past[b], block[:, b, :, : len(new)])
         result: Floats = logits
         return result
 
 
-@lru_cache(maxsize=512)
-def _uniform(batch: int, width: int) -> tuple[Ints, Ints]:
-    """Padding indices of a batch in which each sequence has the same number of new tokens."""
-    cells = np.arange(batch * width)
-    return cells.reshape(batch, width), cells
+@dataclass(frozen=True)
+class _Layout:
+    """How T packed tokens lie in B x S padded cells; see `graph.build_graph`."""
+
+    width: int
+    pad_index: Ints
+    pack_index: Ints
+    all_rows: Ints
+    last_rows: Ints
 
 
-def _ragged(counts: list[int], width: int) -> tuple[Ints, Ints]:
-    """Padding indices of a mixed batch; padded cells repeat token 0 and are never read back."""
-    filled = np.arange(width) < np.asarray(counts)[:, None]
+# Steps repeat the same few layouts, and building one costs as much as a draft model's pass.
+@lru_cache(maxsize=1024)
+def _layout(counts: tuple[int, ...]) -> _Layout:
+    """The layout of `counts[b]` tokens a sequence; padded cells repeat token 0 and are not read."""
+    width = max(counts)
+    filled = np.arange(width) < np.array(counts)[:, None]
+    all_rows = np.arange(sum(counts))
     pad_index = np.zeros(filled.shape, np.int64)
-    pad_index[filled] = np.arange(sum(counts))
-    return pad_index, np.flatnonzero(filled)
+    pad_index[filled] = all_rows
+    return _Layout(
+        width=width,
+        pad_index=pad_index,
+        pack_index=np.flatnonzero(filled),
+        all_rows=all_rows,
+        last_rows=np.cumsum([count for count in counts if count]) - 1,
+    )
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1024)
+def _counting(n: int) -> Ints:
+    """0..n-1."""
+    return np.arange(n)
+
+
+@lru_cache(maxsize=16)  # a long prompt's is megabytes
 def _block_mask(width: int, groups: int) -> Floats:
     """Causal mask within the new block, (1, 1, width*groups, width)."""
-    mask = np.where(np.tri(width, dtype=bool), np.float32(0), _MASKED)
+    mask = np.where(np.tri(width, dtype=bool), _SEEN, _MASKED)
     return np.repeat(mask, groups, axis=0)[None, None]
 
 

@@ -40,6 +40,8 @@ class RequestStats:
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     n_output: int = 0
+    n_steps: int = 0
+    """Target passes that committed tokens, that of the prompt's end included."""
     accepted_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)
 
@@ -111,7 +113,6 @@ class Sequence:
         self.seed = seed
         self.ids = list(request.prompt)
         self.n_prompt = len(request.prompt)
-        self.n_rounds = 0
         self.draft_len = 0
         """Tokens whose keys the draft model's cache holds and that are still right."""
         self.stats = RequestStats(self.n_prompt, request.arrival_s)

@@ -27,7 +27,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -442,9 +442,7 @@ async def _unless_disconnected(http: Request, answer: Any) -> Response:
     gone = asyncio.ensure_future(_disconnected(http))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
+        return task.result() if task.done() else Response(status_code=499)  # nobody reads it
     finally:
         gone.cancel()
         task.cancel()
