@@ -417,7 +417,7 @@ class NeverRolledBack(KVCache):
 
 
 def test_a_stale_target_cache_is_caught(target, draft, prompts, monkeypatch):
-    """W36: keys of rejected tokens kept in the target's cache bend the law, more in long answers."""
+    """W36: keys of rejected tokens kept in the target's cache bend the law of long answers."""
     monkeypatch.setattr("speccheck.engine.engine.KVCache", NeverRolledBack)
     tokens = sample(build(target, speculative(draft)), prompts, n_tokens=20)
     p = p_values(tokens, conditionals(target, prompts, tokens))

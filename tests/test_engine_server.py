@@ -546,6 +546,11 @@ def test_min_p_and_logit_bias_are_refused_only_with_speculation(target_only, spe
         ("/v1/completions", None, "GET", 405),
         ("/v1/completions", b"{", "POST", 400),
         ("/v1/completions", b"[]", "POST", 400),
+        ("/v1/completions", b"[" * 100_000, "POST", 400),
+        ("/v1/completions", b'{"prompt": "\\ud800"}', "POST", 400),
+        ("/v1/completions", {"prompt": "x", "model": "\ud800"}, "POST", 404),
+        ("/v1/completions", b'{"prompt": "x", "temperature": NaN}', "POST", 400),
+        ("/v1/completions", b'{"prompt": "x", "logit_bias": {"3": Infinity}}', "POST", 400),
         ("/v1/completions", {}, "POST", 400),
         ("/v1/chat/completions", {"messages": []}, "POST", 400),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": 5}]}, "POST", 400),
@@ -619,6 +624,14 @@ def test_the_queue_has_a_limit_and_an_order(chain_dir):
             assert high_at < low_at
         rejected = ("vllm:admission_rejections_total", "max_num_queued_reqs")
         assert server.metrics()[rejected] == 1
+
+
+def test_a_client_cannot_replace_the_messages_of_the_template(target_only):
+    """Template arguments that share a name with ours lose."""
+    body = {"messages": CHAT, "chat_template_kwargs": {"messages": [], "bos_token": "x"}}
+    plain = target_only.ask("/v1/chat/completions", messages=CHAT, max_tokens=1)
+    answer = target_only.ask("/v1/chat/completions", **body, max_tokens=1)
+    assert answer["usage"] == plain["usage"]
 
 
 def test_request_ids_are_the_callers(target_only):

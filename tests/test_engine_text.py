@@ -127,6 +127,7 @@ def test_an_answer_does_not_depend_on_how_rounds_cut_it(tokenizer, data):
         (("zz", "é"), False, "ab", 4, "é"),
         (("d😀e", "€"), False, "abéc", 8, "€"),
         ((), False, "abéc€d😀e", 15, None),
+        (("eX",), True, "abéc€d😀e", 15, None),
     ],
 )
 def test_ids_end_with_the_token_that_completes_the_stop(
@@ -151,6 +152,12 @@ def test_chat_templates_and_their_complaints(folder, tokenizer, tmp_path):
         chat, add_generation_prompt=False, continue_final_message=True
     )
     assert continued == "<s>user:hi</s><s>assistant:so far "
+    with pytest.raises(ValueError, match="last message is empty"):
+        tokenizer.render_chat(
+            [{"role": "assistant", "content": " "}],
+            add_generation_prompt=False,
+            continue_final_message=True,
+        )
     for template, words in (
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),

@@ -332,7 +332,7 @@ class Engine:
             ]
         stats, metrics = sequence.stats, self.metrics
         now = self.clock()
-        if stats.first_token_s:
+        if stats.n_steps:
             metrics.observe("inter_token_latency_seconds", now - stats.last_token_s)
         else:
             stats.first_token_s = now

@@ -258,7 +258,10 @@ def sampling_params(request: GenerationRequest, n_prompt: int, limits: Limits) -
         top_p=1.0 if greedy else top_p,
         top_k=0 if greedy else max(top_k, 0),
         min_p=0.0 if greedy else min_p,
-        logit_bias=dict(request.logit_bias or {}),
+        logit_bias={
+            token: min(100.0, max(-100.0, _number(bias, 0.0, "logit_bias")))  # clamped as in vLLM
+            for token, bias in (request.logit_bias or {}).items()
+        },
         frequency_penalty=_number(request.frequency_penalty, 0.0, "frequency_penalty", -2.0, 2.0),
         presence_penalty=_number(request.presence_penalty, 0.0, "presence_penalty", -2.0, 2.0),
         repetition_penalty=repetition,

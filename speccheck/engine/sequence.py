@@ -157,7 +157,7 @@ class Sequence:
             kept.append(token)
             if self._ends(token, params, eos_ids):
                 if params.include_stop_str_in_output:
-                    pieces.append(self._detokenizer.add(token))
+                    pieces += [self._stops.flush(), self._detokenizer.add(token)]
                 break
             piece = self._detokenizer.add(token)
             if params.stop:

@@ -28,7 +28,7 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from speccheck import __version__
@@ -129,7 +129,11 @@ class Server:
                 Route("/server_info", self.server_info),
                 Route("/metrics", self.metrics),
             ],
-            exception_handlers={ApiError: _api_error, HTTPException: _http_error},
+            exception_handlers={
+                ApiError: _api_error,
+                HTTPException: _http_error,
+                Exception: _unexpected,  # it is raised again after the answer, for the log
+            },
         )
 
     def start(self) -> None:
@@ -185,9 +189,7 @@ class Server:
                 )
             prompt = prompt[0]
         if isinstance(prompt, str):
-            ids = self.engine.tokenizer.encode(
-                prompt, add_special_tokens=request.add_special_tokens
-            )
+            ids = self._encode(prompt, add_special_tokens=request.add_special_tokens)
         else:
             ids = [token for token in prompt if isinstance(token, int)]
         return await self._answer(http, request, ids, "cmpl")
@@ -233,7 +235,13 @@ class Server:
             )
         except ValueError as error:
             raise ApiError(400, str(error), "messages") from error
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            return self.engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        except ValueError as error:
+            raise ApiError(400, f"The prompt is no valid text: {error}.", "prompt") from error
 
     async def _answer(
         self, http: Request, request: GenerationRequest, ids: list[int], kind: str
@@ -285,7 +293,7 @@ class Server:
             total = output if total is None else merged(total, output)
         if total is None:
             raise AssertionError("the engine ended a request without output")
-        return JSONResponse(writer.whole(total))
+        return _reply(writer.whole(total))
 
     async def _events(self, job: EngineRequest, writer: AnswerWriter) -> AsyncIterator[bytes]:
         """Server-sent events. Once they have begun, an error is an event: HTTP says 200 already."""
@@ -312,7 +320,7 @@ class Server:
 
     async def models(self, _http: Request) -> Response:
         """GET /v1/models."""
-        return JSONResponse(
+        return _reply(
             {
                 "object": "list",
                 "data": [
@@ -342,13 +350,11 @@ class Server:
                 add_special_tokens=bool(special),
             )
         elif request.prompt is not None:
-            ids = self.engine.tokenizer.encode(
-                request.prompt, add_special_tokens=special is None or special
-            )
+            ids = self._encode(request.prompt, add_special_tokens=special is None or special)
         else:
             raise ApiError(400, "prompt or messages is wanted.", "prompt")
         names = [self.engine.tokenizer.token_text(token) for token in ids]
-        return JSONResponse(
+        return _reply(
             {
                 "count": len(ids),
                 "max_model_len": self.limits.max_model_len,
@@ -364,7 +370,7 @@ class Server:
         if not all(0 <= token < self.limits.vocab_size for token in request.tokens):
             raise ApiError(400, f"tokens: ids must be in 0..{self.limits.vocab_size - 1}.")
         text = self.engine.tokenizer.decode(request.tokens, skip_special_tokens=False)
-        return JSONResponse({"prompt": text})
+        return _reply({"prompt": text})
 
     async def health(self, _http: Request) -> Response:
         """GET /health: 503 only when the engine failed, as in vLLM."""
@@ -372,13 +378,13 @@ class Server:
 
     async def version(self, _http: Request) -> Response:
         """GET /version."""
-        return JSONResponse({"version": __version__, "engine": "speccheck"})
+        return _reply({"version": __version__, "engine": "speccheck"})
 
     async def server_info(self, _http: Request) -> Response:
         """GET /server_info: the config; `vllm_config.speculative_config` is where vLLM has it."""
         config = self.settings.as_config()
         spec = self.settings.speculative_config
-        return JSONResponse(
+        return _reply(
             {
                 "engine": "speccheck",
                 "version": __version__,
@@ -416,8 +422,16 @@ class Server:
 
 
 def _event(body: Mapping[str, Any]) -> bytes:
-    text = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
-    return f"data: {text}\n\n".encode()
+    return f"data: {_dumps(body)}\n\n".encode()
+
+
+def _reply(body: Mapping[str, Any], status: int = 200) -> Response:
+    return Response(_dumps(body), status, media_type="application/json")
+
+
+def _dumps(body: Mapping[str, Any]) -> str:
+    """ASCII JSON: what a client sent may come back in it and need not be encodable."""
+    return json.dumps(body, separators=(",", ":"))
 
 
 async def _json(http: Request) -> Any:
@@ -429,7 +443,7 @@ async def _json(http: Request) -> Any:
             raise ApiError(413, f"The request body exceeds {_MAX_BODY} bytes.")
     try:
         raw = json.loads(bytes(body))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ApiError(400, f"The request body is no JSON: {error}.") from None
     if not isinstance(raw, dict):
         raise ApiError(400, "The request body must be a JSON object.")
@@ -456,14 +470,18 @@ async def _disconnected(http: Request) -> None:
 async def _api_error(_http: Request, error: Exception) -> Response:
     if not isinstance(error, ApiError):
         raise error
-    return JSONResponse(error.body, status_code=error.status)
+    return _reply(error.body, error.status)
 
 
 async def _http_error(_http: Request, error: Exception) -> Response:
     """Starlette's own refusals (unknown path, wrong method) in the OpenAI shape."""
     if not isinstance(error, HTTPException):
         raise error
-    return JSONResponse(ApiError(error.status_code, error.detail).body, error.status_code)
+    return _reply(ApiError(error.status_code, error.detail).body, error.status_code)
+
+
+async def _unexpected(_http: Request, _error: Exception) -> Response:
+    return _reply(ApiError(500, "Internal server error").body, 500)
 
 
 def serve(

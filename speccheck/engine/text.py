@@ -54,7 +54,8 @@ class Tokenizer:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text."""
+        """Token ids of a text. Raises ValueError where it is no Unicode (half a surrogate)."""
+        text.encode()  # tokenizers answers half a surrogate with a TypeError
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
@@ -86,18 +87,20 @@ class Tokenizer:
 
         try:
             text: str = self._template.render(
-                messages=list(messages),
-                add_generation_prompt=add_generation_prompt,
-                **self._special,
-                **(template_arguments or {}),
+                {
+                    **(template_arguments or {}),
+                    **self._special,
+                    "messages": list(messages),
+                    "add_generation_prompt": add_generation_prompt,
+                }
             )
         except TemplateError as error:
             raise ValueError(f"chat template: {error}") from error
         if continue_final_message:
             last = str(messages[-1]["content"])
             start = text.rfind(last.strip())
-            if start < 0:
-                raise ValueError("continue_final_message: the template changed the last message")
+            if start < 0 or not last.strip():
+                raise ValueError("continue_final_message: the last message is empty or was changed")
             end = start + len(last.strip())
             kept_space = text[end:].startswith(last[len(last.rstrip()) :])
             text = text[: end + (len(last) - len(last.rstrip()) if kept_space else 0)]
