@@ -314,6 +314,7 @@ def test_the_packaged_model_equals_the_reference(part):
     model = Model(folder)
     ids = list(range(20, 60))
     cache = KVCache(model.config, 1)
+    cache.fit(len(ids), 1)
     logits = model.forward(cache, 0, [0], [ids], last_only=False)
     assert np.abs(logits - reference_logits(folder, ids)).max() < 2e-3
     assert (folder / "graph.onnx").read_bytes() == build_graph(LlamaConfig.read(folder))

@@ -12,7 +12,7 @@ import numpy as np
 
 from speccheck.engine.llama import Floats, LlamaConfig
 
-_STEP = 64  # tokens; growing copies the rows in use, so steps are neither tiny nor large
+_STEP = 32  # tokens; growing copies the rows in use, so steps are neither tiny nor large
 
 
 class KVCache:
@@ -34,10 +34,10 @@ class KVCache:
     def fit(self, n_tokens: int, n_rows: int) -> None:
         """Make room for `n_tokens` in each of the first `n_rows` rows, or give back what is spare.
 
-        Gives back only where two steps are free, so that a length near a step does not copy twice.
+        Gives back only where half is spare: requests that come and go must not copy every time.
         """
         wanted = -(-max(n_tokens, 1) // _STEP) * _STEP
-        if wanted <= self.capacity <= wanted + _STEP:
+        if wanted <= self.capacity < 2 * wanted + _STEP:
             return
         layers, rows, heads, _, size = self._shape
         data = np.zeros((layers, rows, heads, wanted, size), np.float32)

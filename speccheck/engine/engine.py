@@ -108,6 +108,7 @@ class Engine:
             *([d.model] if isinstance(d := self._drafter, ModelDrafter) else []),
         ]:
             cache = KVCache(model.config, 1)
+            cache.fit(len(ids), 1)
             model.forward(cache, 0, [0], [ids], last_only=True)
             for width in (1, self.k + 1):
                 model.forward(cache, 0, [1], [ids[:width]], last_only=False)

@@ -48,8 +48,9 @@ class RequestStats:
     def as_metrics(self, k: int | None) -> dict[str, Any]:
         """As vLLM's `PerRequestMetrics`, "detailed"; `k` is None on target-only servers.
 
-        Accepted counts are taken before a stop cuts the block, steps count only where
-        something was drafted, and time to first token runs from scheduling, not from arrival.
+        Accepted counts are taken before a stop cuts the block, steps count only where something
+        was drafted, and time to first token runs from scheduling, not from arrival. Unlike vLLM's
+        they are there also when a stop string ended the answer.
         """
         generation_s = self.last_token_s - self.first_token_s
         total_s = self.last_token_s - self.scheduled_s
