@@ -26,30 +26,32 @@ from typing import Any
 import numpy as np
 
 from speccheck.errors import UsageError
-from speccheck.verifier import (
-    ALGORITHMS,
+from speccheck.law import (
     DRAFT_SAMPLING,
-    MAX_POSITION,
-    Block,
     Control,
     Decoding,
     ExactLaw,
-    Greedy,
-    Row,
     Runs,
-    Step,
     Table,
-    Token,
-    Verifier,
     exact_law,
     marginals,
-    one_hot,
     sample,
     target_law,
     total_variation,
+)
+from speccheck.law import trace as trace_rounds
+from speccheck.verifier import (
+    ALGORITHMS,
+    MAX_POSITION,
+    Block,
+    Greedy,
+    Row,
+    Step,
+    Token,
+    Verifier,
+    one_hot,
     uniform,
 )
-from speccheck.verifier import trace as trace_rounds
 
 # ---------------------------------------------------------------------------------------------
 # The table file

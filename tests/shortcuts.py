@@ -21,13 +21,11 @@ from speccheck.fixture import (
     ResampleFromTarget,
     ResidualNotNormalised,
 )
+from speccheck.law import Decoding, Drafting, Table
 from speccheck.verifier import (
     Block,
-    Decoding,
-    Drafting,
     Greedy,
     OneHot,
-    Table,
     Token,
     Verifier,
     norm,

@@ -24,7 +24,8 @@ from speccheck.fixture import (
     run_fixture,
     trace,
 )
-from speccheck.verifier import ALGORITHMS, DRAFT_SAMPLING, Decoding, Token
+from speccheck.law import DRAFT_SAMPLING, Decoding
+from speccheck.verifier import ALGORITHMS, Token
 
 CORPORA = Path(__file__).parents[1] / "corpora"
 T4_PATH = CORPORA / "fixture_t4.json"

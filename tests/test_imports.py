@@ -18,6 +18,7 @@ ORDER = [
     "config",
     "corpus",
     "verifier",
+    "law",
     "fixture",
     "engine",
     "plan",

@@ -26,22 +26,18 @@ from speccheck.fixture import (
     negative_controls,
     reference,
 )
-from speccheck.verifier import (
-    Block,
+from speccheck.law import (
     Decoding,
     State,
     Table,
-    Token,
-    VerificationError,
     exact_law,
     marginals,
     round_law,
     sample,
     target_law,
     trace,
-    uniform,
-    verify,
 )
+from speccheck.verifier import Block, Token, VerificationError, uniform, verify
 
 CORPORA = Path(__file__).parents[1] / "corpora"
 T4 = load_table(CORPORA / "fixture_t4.json")
