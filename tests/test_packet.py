@@ -34,6 +34,7 @@ from speccheck.packet import (
     pages,
     render,
 )
+from speccheck.packet import view as models
 from speccheck.packet.judged import final_decisions
 from speccheck.packet.view import Figure, Interval, Missing
 from speccheck.records import Action, Decision, Finding, Verdict
@@ -394,7 +395,7 @@ def decided(*actions: tuple[str, Action, str], error: str = "") -> RunEvidence:
         (
             decided(("a", Action.INCONCLUSIVE, "canary"), error="a"),
             ExitCode.COULD_NOT_JUDGE,
-            "Inconclusive 1 of 1 route",
+            "Could not judge: inconclusive 1 of 1 route",
         ),
         (decided(), ExitCode.COULD_NOT_JUDGE, "Nothing decided"),
     ],
@@ -435,7 +436,7 @@ def test_each_finding_shows_number_limit_and_reason(small: Written) -> None:
         "TPOT p95 +42%",
         "receipt:gone: not among this packet's receipts",
         "About 147 more requests would decide it.",
-        "dry run, not counted",
+        "1 shown, not counted",
     ):
         assert part in text, part
 
@@ -647,6 +648,15 @@ def test_a_chart_label_cannot_break_out_of_its_picture() -> None:
     svg = charts.draw(charts.Ratios((ratio,), 1.1, "axis"), 'a"b', "<i>", "</desc><script>")
     assert "<script" not in svg
     assert "&lt;script&gt;1&lt;/script&gt; $\\frac$" in svg
+
+
+def test_a_chart_draws_what_fonts_cannot() -> None:
+    """Controls and lone surrogates in a label are made visible before they are drawn."""
+    ratio = charts.Ratio("a\ud800b\x1b\u202ec", 1.2, 1.1, 1.3, "good")
+    table = models.ChartTable(("n",), ((1,),))
+    picture = charts.Ratios((ratio,), 1.1, "ratio")
+    svg = str(pages._chart(models.Chart("name", "title", "description", table, picture)))
+    assert "a⟨U+D800⟩b␛⟨U+202E⟩c" in svg
 
 
 def css_colours(scheme: str) -> dict[str, str]:

@@ -62,7 +62,7 @@ def build_view(evidence: RunEvidence) -> view.PacketView:
     final = final_decisions(evidence)
     stages = tuple(stage_line(name, evidence.stages.get(name)) for name in STAGES)
     code = ExitCode.JUDGED_BAD if missing else exit_code(evidence.decisions)
-    headline = _headline(final, missing)
+    headline = _headline(final, missing, code)
     return view.PacketView(
         schema_version=SCHEMA_VERSION,
         title=f"{headline} · speccheck packet · {run['run_id']}",
@@ -97,15 +97,19 @@ def _mark(final: Sequence[Decision], missing: Sequence[view.MissingView], code: 
     return ACTION_MARKS[final[0].action]
 
 
-def _headline(final: Sequence[Decision], missing: Sequence[view.MissingView]) -> str:
+def _headline(
+    final: Sequence[Decision], missing: Sequence[view.MissingView], code: ExitCode
+) -> str:
     if missing:
         return f"INCOMPLETE packet: no {listed([part.name for part in missing])} view"
     if not final:
         return "Nothing decided"
     counts = Counter(decision.action for decision in final)
     parts = [f"{mark.word} {counts[act]}" for act, mark in ACTION_MARKS.items() if counts[act]]
-    text = ", ".join(parts)
-    return f"{text[0].upper()}{text[1:]} of {counted(len(final), 'route')}"
+    text = f"{', '.join(parts)} of {counted(len(final), 'route')}"
+    if code is ExitCode.COULD_NOT_JUDGE:
+        return f"Could not judge: {text}"
+    return f"{text[0].upper()}{text[1:]}"
 
 
 def _summary(

@@ -118,7 +118,8 @@ def _matrix_chart(rows: Sequence[MatrixRow]) -> view.Chart | Missing:
         ratio = interval(row.e2e_ratio, "ratio", "no pair was timed")
         if isinstance(ratio, Missing):
             continue
-        name = row.name if len(row.name) <= LABEL_CHARS else f"{row.name[: LABEL_CHARS - 1]}…"
+        name = row.name.replace("concurrency ", "c ")
+        name = name if len(name) <= LABEL_CHARS else f"{name[: LABEL_CHARS - 1]}…"
         tone = COHORT_MARKS[row.verdict].tone
         bars.append(Ratio(f"{name}  {number}", ratio.value, ratio.low, ratio.high, tone))
         bounds = [
@@ -131,9 +132,9 @@ def _matrix_chart(rows: Sequence[MatrixRow]) -> view.Chart | Missing:
     return view.Chart(
         name="cohorts",
         title="e2e of speculative over target-only, by cohort",
-        description="Each line is a cohort, numbered as in the table: mean ratio of paired e2e "
-        "times with its interval. Left of 1 is faster. Crosses stay target-only, hollow circles "
-        "are inconclusive.",
+        description="Each line is a cohort, numbered as in the table, c its concurrency: mean "
+        "ratio of paired e2e times with its interval. Left of 1 is faster. Crosses stay "
+        "target-only, hollow circles are inconclusive.",
         table=view.ChartTable(("row", "cohort", "n", "ratio", "low", "high"), tuple(table)),
         picture=Ratios(tuple(bars), None, "e2e ratio"),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from speccheck.packet import view
@@ -90,7 +90,7 @@ def stage_line(name: str, stage: Mapping[str, Any] | None) -> view.StageLine:
 
 
 def route_findings(evidence: RunEvidence) -> tuple[view.RouteFindings, ...]:
-    """Per route, in the order of the decisions: all findings, worst first, dry runs last."""
+    """Per route, in the order of the decisions: all findings, worst first."""
     receipts = {r.receipt_id: r for r in evidence.receipts}
     final = final_decisions(evidence)
     by_route: dict[str, dict[Any, Finding]] = {decision.route: {} for decision in final}
@@ -107,7 +107,7 @@ def route_findings(evidence: RunEvidence) -> tuple[view.RouteFindings, ...]:
             lines[route],
             sorted(
                 found.values(),
-                key=lambda f: (not f.counted, -f.verdict, f.rule, f.stage, f.cohort),
+                key=lambda f: (-f.verdict, f.rule, f.stage, f.cohort),
             ),
             receipts,
         )
@@ -121,8 +121,10 @@ def _of_route(
     findings: Sequence[Finding],
     receipts: Mapping[str, Receipt],
 ) -> view.RouteFindings:
+    def lines(wanted: Callable[[Finding], bool]) -> tuple[view.FindingLine, ...]:
+        return tuple(_finding_line(f, receipts) for f in findings if wanted(f))
+
     counts = Counter(finding.verdict for finding in findings if finding.counted)
-    passed = [f for f in findings if f.verdict is Verdict.PASS and f.counted]
     return view.RouteFindings(
         route=route,
         decisions=tuple(decisions),
@@ -131,12 +133,9 @@ def _of_route(
             for verdict in reversed(Verdict)
             if counts[verdict]
         ),
-        open=tuple(
-            _finding_line(f, receipts)
-            for f in findings
-            if f.verdict is not Verdict.PASS or not f.counted
-        ),
-        passed=tuple(_finding_line(f, receipts) for f in passed),
+        open=lines(lambda f: f.counted and f.verdict is not Verdict.PASS),
+        passed=lines(lambda f: f.counted and f.verdict is Verdict.PASS),
+        uncounted=lines(lambda f: not f.counted),
     )
 
 

@@ -13,6 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import fields, is_dataclass, replace
 from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 DIGITS = 3
 SHOWN_CASES, SHOWN_CHARS = 40, 4000
 """What a page shows of very many or very long texts; packet.json has all of them."""
+BRIEF_CHARS = 400
 CHECKSUMS = "packet.sha256"
 
 
@@ -107,9 +109,9 @@ def environment(finalize: Callable[[Any], Any]) -> jinja2.Environment:
         "count": _thousands,
         "sentence": _sentence,
         "clip": _clip,
+        "brief": _brief,
         "chart": _chart,
         "fence": _fence,
-        "short": _short,
     }
     made.tests["missing"] = lambda value: isinstance(value, Missing)
     made.tests["exact"] = lambda value: value.low == value.high == value.value
@@ -170,8 +172,21 @@ def _replace_surrogates(value: Any) -> Any:
 def _chart(chart: Chart) -> Markup:
     from markupsafe import Markup
 
-    picture = charts.draw(chart.picture, chart.name, visible(chart.title), chart.description)
+    shown = _visible_in(chart)
+    picture = charts.draw(shown.picture, shown.name, shown.title, shown.description)
     return Markup(picture)  # noqa: S704 (matplotlib escapes the labels, `charts` the rest)
+
+
+def _visible_in(value: Any) -> Any:
+    """A record with every text in it made visible: matplotlib stumbles over lone surrogates."""
+    if isinstance(value, str):
+        return visible(value)
+    if isinstance(value, tuple):
+        return tuple(_visible_in(item) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        names = [field.name for field in fields(value)]
+        return replace(value, **{name: _visible_in(getattr(value, name)) for name in names})
+    return value
 
 
 def _fence(text: str) -> Markup:
@@ -191,10 +206,9 @@ def _clip(text: str) -> str:
     return f"{text[:SHOWN_CHARS]}\n[{left:,} more characters in packet.json]"
 
 
-def _short(text: str) -> str:
-    """A tagged digest by its first eight digits, for tables; the whole one is in the JSON."""
-    kind, colon, rest = text.rpartition(":")
-    return f"{kind}{colon}{rest[:8]}" if colon and len(rest) > 12 else text
+def _brief(text: str) -> str:
+    """A reason for the verdict bar, which a long one must not push off the screen."""
+    return text if len(text) <= BRIEF_CHARS else f"{text[:BRIEF_CHARS]}… (all of it below)"
 
 
 # --- numbers ------------------------------------------------------------------------------------

@@ -559,8 +559,10 @@ class RouteFindings:
     counts: tuple[Figure, ...]
     """Counted findings by verdict."""
     open: tuple[FindingLine, ...]
-    """Everything but the passes, and rules in dry run."""
+    """What counts and did not pass, worst first."""
     passed: tuple[FindingLine, ...]
+    uncounted: tuple[FindingLine, ...]
+    """Shown but not counted: rules in dry run, small slices, what a later stage judges again."""
 
 
 # --- regression cases and preservation of outputs -----------------------------------------------
