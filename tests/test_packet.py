@@ -291,6 +291,7 @@ def test_a_packet_without_a_view_says_so_loudly(case: str, tmp_path: Path) -> No
             assert VIEW_NAMES[number] in text
         assert f"View {number}, {VIEW_NAMES[number]}, is missing: " in page
     assert 'role="alert"' in page
+    assert view.summary.startswith("What follows does not stand until the packet is whole.")
     assert page.count("<strong>MISSING.</strong>") == len(numbers)
     assert page.count("data-view=") == 3
     assert files["packet.md"].count("**MISSING.**") == len(numbers)

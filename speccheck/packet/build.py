@@ -72,7 +72,7 @@ def build_view(evidence: RunEvidence) -> view.PacketView:
         mark=_mark(final, missing, code),
         exit_code=int(code),
         exit_meaning=code.meaning,
-        summary=_summary(evidence, final, stages),
+        summary=_summary(evidence, final, stages, missing),
         run_id=run["run_id"],
         created=run["created"],
         expires=run.get("expires", ""),
@@ -101,7 +101,8 @@ def _headline(
     final: Sequence[Decision], missing: Sequence[view.MissingView], code: ExitCode
 ) -> str:
     if missing:
-        return f"INCOMPLETE packet: no {listed([part.name for part in missing])} view"
+        views = "view" if len(missing) == 1 else "views"
+        return f"INCOMPLETE packet: no {listed([part.name for part in missing])} {views}"
     if not final:
         return "Nothing decided"
     counts = Counter(decision.action for decision in final)
@@ -113,7 +114,10 @@ def _headline(
 
 
 def _summary(
-    evidence: RunEvidence, final: Sequence[Decision], stages: Sequence[view.StageLine]
+    evidence: RunEvidence,
+    final: Sequence[Decision],
+    stages: Sequence[view.StageLine],
+    missing: Sequence[view.MissingView],
 ) -> str:
     """The verdict in one paragraph."""
     by_action: dict[Action, list[str]] = defaultdict(list)
@@ -125,6 +129,8 @@ def _summary(
         for action, text in _SENTENCES.items()
         if by_action[action]
     ] or ["No route was decided."]
+    if missing:
+        parts.insert(0, "What follows does not stand until the packet is whole.")
     measured = sum(not receipt.warm_up for receipt in evidence.receipts)
     parts.append(f"Stages: {', '.join(f'{line.name} {line.mark.word}' for line in stages)}.")
     parts.append(f"{counted(measured, 'receipt')} behind it, warm-up left out.")
