@@ -121,7 +121,7 @@ def fixture_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     table = fixture.load_table(path)
     refused = fixture.check_coverage(run.rollout.speculation)
     if refused:
-        return Judged(reasons=refused, verdict=Verdict.FAIL)
+        return Judged(evidence={"refused": refused}, reasons=refused, verdict=Verdict.FAIL)
     algorithm, draft_sampling = _verification(run.rollout.speculation)
     run.report.line(f"  {algorithm} verification, {draft_sampling} drafts, {settings.seeds} seeds")
     result = fixture.run_fixture(
@@ -426,8 +426,11 @@ def _judge_route(
     """Findings and decision of one route, added to what the stage found."""
     late = [reason for health in run.health for reason in health.reasons if not health.valid]
     if late and stage is not Stage.REPLAY:  # replay judges no times
+        reason = f"our client was late, so times are void: {late[0]}"
+        if reason not in judged.reasons:
+            judged.reasons.append(reason)
         measured = [
-            replace(m, estimate=None, fail_estimates=(), note=f"our client was late: {late[0]}")
+            replace(m, estimate=None, fail_estimates=(), note="our client was late")
             if m.metric.startswith(_TIMED)
             else m
             for m in measured
