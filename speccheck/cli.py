@@ -338,10 +338,10 @@ def trace(
     Example:
       speccheck trace --seed 18
     """
-    from speccheck import fixture
+    from speccheck import fixture, tables
     from speccheck.config import package_dir
 
-    loaded = fixture.load_table(table or package_dir("corpora") / "fixture_t4.json")
+    loaded = tables.load_table(table or package_dir("corpora") / "fixture_t4.json")
     record = fixture.trace(loaded, seed, algorithm=algorithm, draft_sampling=draft_sampling)
     _print_json({"trace": record}) if as_json else click.echo(fixture.format_trace(record))
 

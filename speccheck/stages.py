@@ -21,6 +21,7 @@ from typing import Any
 
 from speccheck import (
     canary,
+    coverage,
     decision,
     fixture,
     guardrails,
@@ -31,6 +32,7 @@ from speccheck import (
     shadow,
     stats,
     store,
+    tables,
 )
 from speccheck.config import Route, package_dir, resolve
 from speccheck.context import PROTECTED, RunContext, read_rollout, route_prompts
@@ -118,8 +120,8 @@ def fixture_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     del routes  # the verifier is the same for all of them
     settings = run.rollout.fixture
     path = resolve(settings.table, run.path, package_dir("corpora") / "fixture_t4.json")
-    table = fixture.load_table(path)
-    refused = fixture.check_coverage(run.rollout.speculation)
+    table = tables.load_table(path)
+    refused = coverage.check_coverage(run.rollout.speculation)
     if refused:
         return Judged(evidence={"refused": refused}, reasons=refused, verdict=Verdict.FAIL)
     algorithm, draft_sampling = _verification(run.rollout.speculation)

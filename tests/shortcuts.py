@@ -13,7 +13,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from speccheck.fixture import (
+from speccheck.controls import (
     BlockWithTokenResidual,
     BonusFromDraft,
     KeepSuffix,

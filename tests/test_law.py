@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_verifier import distributions, fractions, rows
 
-from speccheck.fixture import load_table
 from speccheck.law import (
     DRAFT_SAMPLING,
     Control,
@@ -25,6 +24,7 @@ from speccheck.law import (
     target_law,
     trace,
 )
+from speccheck.tables import load_table
 from speccheck.verifier import (
     ALGORITHMS,
     Block,

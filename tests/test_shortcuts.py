@@ -15,17 +15,14 @@ from shortcuts import (
     loop,
 )
 
-from speccheck.fixture import (
+from speccheck.controls import (
     NEGATIVE_CONTROLS,
     BlockWithTokenResidual,
     BonusFromDraft,
     KeepSuffix,
     ResampleFromTarget,
-    check,
-    load_table,
-    negative_controls,
-    reference,
 )
+from speccheck.fixture import check, negative_controls, reference
 from speccheck.law import (
     Decoding,
     State,
@@ -37,6 +34,7 @@ from speccheck.law import (
     target_law,
     trace,
 )
+from speccheck.tables import load_table
 from speccheck.verifier import Block, Token, VerificationError, uniform, verify
 
 CORPORA = Path(__file__).parents[1] / "corpora"

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import speccheck.verifier
-from speccheck.fixture import load_table
 from speccheck.law import Decoding, State, total_variation
+from speccheck.tables import load_table
 from speccheck.verifier import (
     ALGORITHMS,
     NODE_ALGORITHMS,
