@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from speccheck import guardrails, matrix, plan
+from speccheck import guardrails, measure, plan
 from speccheck.config import Route
 from speccheck.context import RunContext
 from speccheck.records import (
@@ -120,7 +120,7 @@ class Guard:
             look.result()
 
     def _look(self, receipts: Sequence[Receipt]) -> None:
-        measured = matrix.measure_route(
+        measured = measure.measure_route(
             receipts,
             stage=Stage.CANARY,
             route=self._route,
@@ -224,7 +224,7 @@ def over_all_stages(run: RunContext, route: str) -> list[Measurement]:
         replace(r, stage=Stage.CANARY)
         for r in run.store.receipts(run.run_id, route=route, warm_up=False)
     ]
-    measured = matrix.measure_route(
+    measured = measure.measure_route(
         receipts, stage=Stage.CANARY, route=route, rng=run.rng("errors", route)
     )
     return [

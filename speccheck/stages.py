@@ -3,7 +3,7 @@
 `run_stage` is what they share: refuse where an earlier stage said no, run the stage on the routes
 that are still in, keep its evidence, findings and decisions. A route that a stage does not pass
 stays where it is (target-only) and later stages leave it out; the others go on. Nothing is computed
-here: estimates come from `matrix`, `lossless` and `grading`, verdicts from `guardrails`, actions
+here: estimates come from `measure`, `lossless` and `grading`, verdicts from `guardrails`, actions
 from `decision`.
 """
 
@@ -26,7 +26,7 @@ from speccheck import (
     fixture,
     guardrails,
     lossless,
-    matrix,
+    measure,
     plan,
     replay,
     shadow,
@@ -213,7 +213,7 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         mine = [prompt for prompt in prompts if prompt.route == route.name]
         rng = run.rng("replay", route.name)
         measured = [
-            *matrix.measure_route(receipts, stage=Stage.REPLAY, route=route.name, rng=rng),
+            *measure.measure_route(receipts, stage=Stage.REPLAY, route=route.name, rng=rng),
             *replay.measure(run, route.name, graded, asked, mine, runs),
         ]
         _judge_route(run, judged, Stage.REPLAY, route.name, measured)
@@ -231,12 +231,12 @@ def shadow_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         shadow.warm_up(run, routes) + shadow.plan_mirror(run, routes),
     )
     receipts = run.store.receipts(run.run_id, stage=Stage.SHADOW, warm_up=False)
-    protected = matrix.measure_protected(receipts, stage=Stage.SHADOW, route=PROTECTED)
+    protected = measure.measure_protected(receipts, stage=Stage.SHADOW, route=PROTECTED)
     judged = Judged()
     for route in routes:
         rng = run.rng("shadow", route.name)
         measured = [
-            *matrix.measure_route(receipts, stage=Stage.SHADOW, route=route.name, rng=rng),
+            *measure.measure_route(receipts, stage=Stage.SHADOW, route=route.name, rng=rng),
             *(replace(m, route=route.name) for m in protected),
         ]
         _judge_route(run, judged, Stage.SHADOW, route.name, measured)
@@ -280,7 +280,7 @@ def canary_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         measured = [
             *(
                 m
-                for m in matrix.measure_route(
+                for m in measure.measure_route(
                     receipts, stage=Stage.CANARY, route=route.name, rng=rng
                 )
                 if m.metric not in canary.POOLED

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rule_receipts import pairs
 
-from speccheck import lossless, matrix
+from speccheck import lossless, measure
 from speccheck.decision import decide, exit_code, junit, summary_markdown, verdict_of
 from speccheck.errors import ExitCode
 from speccheck.guardrails import RULES, RuleLimit, judge
@@ -211,7 +211,7 @@ def test_case_verification_not_enforced():
             route="chat",
         )
         + lossless.measure_quality(cases, stage="replay", route="chat", runs=3)
-        + matrix.measure_route(
+        + measure.measure_route(
             pairs(rng, 80, target_ms=22.8, speculative_ms=11.2, acceptance=0.71, stage="replay"),
             stage="replay",
             route="chat",
@@ -250,7 +250,7 @@ def test_case_crossover():
         )
     found = judge(
         {"max_tpot_p95_regression": RuleLimit(0.05), "min_acceptance_rate": RuleLimit(0.5)},
-        matrix.measure_route(receipts, stage="shadow", route="chat", rng=rng),
+        measure.measure_route(receipts, stage="shadow", route="chat", rng=rng),
         stage=Stage.SHADOW,
         route="chat",
     )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from rule_receipts import pairs, receipt
 
-from speccheck import grading, guardrails, lossless, matrix, stats
+from speccheck import grading, guardrails, lossless, measure, stats
 from speccheck.config import load_guardrails
 from speccheck.errors import UsageError
 from speccheck.grading import Structured
@@ -81,7 +81,7 @@ def measurements(data: dict[str, Any], stage: Stage) -> list[Measurement]:
             )
             if loaded:
                 receipts.append(receipt(10_000 + number, "speculative", **fields))
-        return matrix.measure_protected(receipts, stage=stage, route="chat")
+        return measure.measure_protected(receipts, stage=stage, route="chat")
     receipts = []
     if "pairs" in data:
         plan = dict(data["pairs"])
@@ -93,7 +93,7 @@ def measurements(data: dict[str, Any], stage: Stage) -> list[Measurement]:
         arm, count = change.pop("arm"), change.pop("count")
         chosen = [r.receipt_id for r in receipts if r.arm == arm][:count]
         receipts = [replace(r, **change) if r.receipt_id in chosen else r for r in receipts]
-    return matrix.measure_route(receipts, stage=stage, route="chat", rng=rng)
+    return measure.measure_route(receipts, stage=stage, route="chat", rng=rng)
 
 
 @pytest.mark.parametrize(
@@ -389,7 +389,7 @@ def test_shadow_always_asks_whether_it_pays():
 
 def test_a_dead_drafter_fails_with_a_hint():
     """T06: 0 of 6630 drafted tokens accepted is a failure, not missing data, with a hint."""
-    data = matrix.acceptance_from_counters(0, 6630, 12, stage="shadow", route="chat")
+    data = measure.acceptance_from_counters(0, 6630, 12, stage="shadow", route="chat")
     found = verdict(data, 0.55, "min_acceptance_rate")
     assert found.verdict is Verdict.FAIL
     assert "0 of 6630 drafted tokens accepted" in found.why
@@ -408,7 +408,7 @@ def test_a_hidden_slice_fails():
     ]
     found = judge(
         {"min_acceptance_rate": RuleLimit(0.40)},
-        matrix.measure_route(receipts, stage="shadow", route="chat", rng=rng),
+        measure.measure_route(receipts, stage="shadow", route="chat", rng=rng),
         stage=Stage.SHADOW,
         route="chat",
     )

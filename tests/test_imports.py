@@ -33,6 +33,8 @@ ORDER = [
     "stats",
     "lossless",
     "grading",
+    "measure",
+    "speed",
     "matrix",
     "guardrails",
     "decision",

@@ -1,0 +1,582 @@
+"""Receipts to measurements: every number that a rule can judge, with its interval and a note.
+
+The arms' receipts are joined by pair id, never by position. Receipts without a partner are counted
+and said. A pair in which one side failed says nothing about latency; it counts as an error.
+
+Nothing is averaged over loads: verifying k+1 positions is nearly free on an idle machine and costs
+as much as k+1 steps on a full one, so each load level is measured by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from speccheck import stats
+from speccheck.records import Arm, Estimate, Measurement, Outcome, Receipt
+
+ALPHA = 0.05
+"""One-sided level at which a rule is passed."""
+
+TPOT_MIN_TOKENS = 32
+"""Shorter outputs are left out of TPOT: their last, cut round dominates it."""
+
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+"""The quantiles of latency that are measured, by the name they have in metrics."""
+
+_BLOCKS_NEEDED = 8
+"""Fewer pairs of blocks than this give no usable block bootstrap."""
+
+
+# --- pairs --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Pairing:
+    """Both arms' receipts joined by pair id, and what could not be joined."""
+
+    pairs: tuple[tuple[Receipt, Receipt], ...]
+    """(target-only, speculative), both completed."""
+    target: tuple[Receipt, ...]
+    """Every target-only receipt that counts, completed or not."""
+    speculative: tuple[Receipt, ...]
+    unpaired: int
+    """Receipts whose partner was never sent or is missing."""
+    failed: int
+    """Pairs in which at least one side did not complete."""
+
+    @property
+    def note(self) -> str:
+        """What was left out of the pairs, or empty."""
+        parts = []
+        if self.unpaired:
+            parts.append(f"{self.unpaired} receipts without a partner left out")
+        if self.failed:
+            parts.append(f"{self.failed} pairs with a side that did not complete left out")
+        return "; ".join(parts)
+
+
+def _fell_back(receipt: Receipt) -> bool:
+    return receipt.decision == "fell_back"
+
+
+def is_control(receipt: Receipt) -> bool:
+    """Whether the receipt is the second half of an A/A pair: it carries another phase's pair id."""
+    return receipt.arm == Arm.TARGET_ONLY and not receipt.pair_id.startswith(f"{receipt.phase}:")
+
+
+def pair_receipts(receipts: Iterable[Receipt]) -> Pairing:
+    """Join the arms by pair id; the last attempt counts.
+
+    Warm-up, A/A controls and requests that were moved to target-only after a fallback do not: the
+    last came later than what they would be compared with.
+    """
+    latest: dict[tuple[str, str], Receipt] = {}
+    for r in receipts:
+        if r.warm_up or is_control(r) or (r.arm == Arm.TARGET_ONLY and _fell_back(r)):
+            continue
+        known = latest.get((r.pair_id, r.arm))
+        if known is None or r.attempt > known.attempt:
+            latest[r.pair_id, r.arm] = r
+    target = {key: r for (key, arm), r in latest.items() if arm == Arm.TARGET_ONLY}
+    speculative = {key: r for (key, arm), r in latest.items() if arm == Arm.SPECULATIVE}
+    both = [(target[key], speculative[key]) for key in target if key in speculative]
+    done = [(t, s) for t, s in both if t.outcome == s.outcome == Outcome.OK]
+    return Pairing(
+        tuple(done),
+        tuple(target.values()),
+        tuple(speculative.values()),
+        len(target) + len(speculative) - 2 * len(both),
+        len(both) - len(done),
+    )
+
+
+# --- measurements for the rules -----------------------------------------------------------------
+
+LATENCIES: dict[str, Callable[[Receipt], float | None]] = {
+    "ttft": lambda r: r.ttft_s,
+    "tpot": lambda r: r.tpot_s,
+    "e2e": lambda r: r.e2e_s,
+    "queue_age": lambda r: r.queue_age_s,
+}
+"""How each latency is read from a receipt, in seconds."""
+
+
+def measure_route(
+    receipts: Sequence[Receipt],
+    *,
+    stage: str,
+    route: str,
+    rng: np.random.Generator,
+    tpot_min_tokens: int = TPOT_MIN_TOKENS,
+) -> list[Measurement]:
+    """Every metric that receipts of both arms can give, for the route and for slices of it.
+
+    Slices are named "concurrency 16", "prompt >=4096" and "temperature high" and appear where there
+    are two or more of a kind. Latencies at different loads are never pooled: with several loads
+    they are measured per load only. Protected traffic has its own metric (`measure_protected`).
+
+    Metrics: acceptance_rate, mean_acceptance_length, draft_coverage; ttft, tpot, e2e and queue_age
+    ratios at p50, p95, p99 (tpot_p95_ratio ...); e2e_mean_ratio; error_rate,
+    error_rate_target_only, unsupported_requests; length_finish_rate; fallback_rate.
+
+    Outputs under `tpot_min_tokens` tokens, and pairs of unequal length, are left out of TPOT.
+    """
+    mine = [
+        r
+        for r in receipts
+        if r.route == route and r.stage == stage and r.priority != "protected" and not r.warm_up
+    ]
+    loads = sorted({r.concurrency for r in mine})
+
+    def measure(name: str, here: Sequence[Receipt]) -> list[Measurement]:
+        return _measure(
+            here,
+            cohort=name,
+            share=len(here) / len(mine) if mine else 1.0,
+            stage=stage,
+            route=route,
+            rng=rng,
+            tpot_min_tokens=tpot_min_tokens,
+        )
+
+    found = measure("", mine)
+    if len(loads) > 1:
+        for load in loads:
+            found += measure(f"concurrency {load}", [r for r in mine if r.concurrency == load])
+    for field, name in (("prompt_band", "prompt"), ("temperature_band", "temperature")):
+        values = sorted({getattr(r, field) for r in mine})
+        if len(values) > 1:
+            for value in values:
+                found += measure(f"{name} {value}", [r for r in mine if getattr(r, field) == value])
+    return found
+
+
+def _measure(
+    receipts: Sequence[Receipt],
+    *,
+    cohort: str,
+    share: float,
+    stage: str,
+    route: str,
+    rng: np.random.Generator,
+    tpot_min_tokens: int,
+) -> list[Measurement]:
+    pairing = pair_receipts(receipts)
+    spec = pairing.speculative
+
+    def measured(
+        metric: str,
+        estimate: Callable[[float], Estimate] | None,
+        note: str = "",
+        examples: Sequence[Receipt] = (),
+    ) -> Measurement:
+        return Measurement(
+            metric,
+            stage,
+            route,
+            cohort,
+            estimate(ALPHA) if estimate else None,
+            note,
+            tuple(r.receipt_id for r in examples[:5]),
+            tuple(estimate(level) for level in stats.FAIL_LEVELS) if estimate else (),
+            share,
+        )
+
+    found = _acceptance(spec, measured)
+    if len({r.concurrency for r in receipts}) <= 1:
+        for name, get in LATENCIES.items():
+            found += _latency(
+                pairing, name, get, measured, rng=rng, tpot_min_tokens=tpot_min_tokens
+            )
+    found += _outcomes(pairing, measured)
+    found.append(_fallbacks(receipts, measured))
+    return found
+
+
+Measured = Callable[..., Measurement]
+
+
+def _acceptance(spec: Sequence[Receipt], measured: Measured) -> list[Measurement]:
+    counted = [r for r in spec if r.proposed_tokens is not None and r.accepted_tokens is not None]
+    drafting = [r for r in counted if r.proposed_tokens]
+    drafted = sum(r.proposed_tokens or 0 for r in drafting)
+    accepted = sum(r.accepted_tokens or 0 for r in drafting)
+    completed = sum(r.outcome == Outcome.OK for r in spec)
+    with_counts = sum(r.outcome == Outcome.OK for r in counted)
+    parts = [f"{accepted} of {drafted} drafted tokens accepted"] if drafted else []
+    if with_counts < completed:
+        reasons = Counter(
+            r.counts_note or "no reason given" for r in spec if r.proposed_tokens is None
+        )
+        parts.append(
+            f"from {with_counts} of {completed} completed requests"
+            f" ({with_counts / completed:.0%}); the others carry no counts:"
+            f" {reasons.most_common(1)[0][0]}"
+        )
+    if counted and not drafted:
+        parts.append(f"no token was drafted in {len(counted)} requests")
+    if not counted:
+        parts.append("no speculative request carries draft counts")
+    note = "; ".join(parts)
+    worst = sorted(drafting, key=lambda r: (r.accepted_tokens or 0) / (r.proposed_tokens or 1))
+    A = [r.accepted_tokens or 0 for r in drafting]
+    D = [r.proposed_tokens or 0 for r in drafting]
+    stepping = [r for r in drafting if r.verify_steps]
+    steps = [r.verify_steps or 0 for r in stepping]
+    A_stepping = [r.accepted_tokens or 0 for r in stepping]
+    return [
+        measured(
+            "acceptance_rate",
+            (lambda a: stats.acceptance_rate(A, D, alpha=a)) if drafting else None,
+            note,
+            worst,
+        ),
+        measured(
+            "mean_acceptance_length",
+            (lambda a: stats.mean_acceptance_length(A_stepping, steps, alpha=a))
+            if stepping
+            else None,
+            note if stepping else "no speculative request carries verify steps",
+            worst,
+        ),
+        _coverage(counted, measured),
+    ]
+
+
+def _coverage(counted: Sequence[Receipt], measured: Measured) -> Measurement:
+    """Verify steps with drafts over all decode passes of the target."""
+    known = [r for r in counted if r.verify_steps is not None and r.target_passes]
+    steps = [r.verify_steps or 0 for r in known]
+    passes = [r.target_passes or 0 for r in known]
+    return measured(
+        "draft_coverage",
+        (lambda a: stats.acceptance_rate(steps, passes, alpha=a)) if known else None,
+        f"{sum(steps)} of {sum(passes)} decode passes checked drafts"
+        if known
+        else "no request carries verify steps and decode passes",
+    )
+
+
+def _latency(
+    pairing: Pairing,
+    name: str,
+    get: Callable[[Receipt], float | None],
+    measured: Measured,
+    *,
+    rng: np.random.Generator,
+    tpot_min_tokens: int,
+) -> list[Measurement]:
+    note = pairing.note
+    pairs = pairing.pairs
+    if name == "tpot":
+        comparable = [(t, s) for t, s in pairs if _same_length(t, s, tpot_min_tokens)]
+        if len(comparable) < len(pairs):
+            left_out = len(pairs) - len(comparable)
+            reason = (
+                f"{left_out} pairs under {tpot_min_tokens} tokens or of unequal length left out"
+            )
+            note = f"{note}; {reason}" if note else reason
+        pairs = tuple(comparable)
+    values = [(t, s, get(t), get(s)) for t, s in pairs]
+    known = [(t, s, a, b) for t, s, a, b in values if a is not None and b is not None]
+    if len(known) < len(values):
+        note = f"{note}; {len(values) - len(known)} pairs without times".removeprefix("; ")
+    metrics = [f"{name}_{label}_ratio" for label in QUANTILES]
+    if not known and not pairing.pairs and pairing.target and pairing.speculative:
+        return _unpaired_latency(pairing, name, get, measured)
+    if not known:
+        none = note or "no completed pair"
+        return [
+            measured(metric, None, none)
+            for metric in (*metrics, *(["e2e_mean_ratio"] if name == "e2e" else []))
+        ]
+    target = np.array([a for _, _, a, _ in known])
+    speculative = np.array([b for _, _, _, b in known])
+    blocks = _blocks([(t, s) for t, s, _, _ in known])
+    slowest = [s for _, s, a, b in sorted(known, key=lambda x: -(x[3] / x[2] if x[2] else 0))]
+    draws = stats.bootstrap_quantile_ratios(
+        target, speculative, tuple(QUANTILES.values()), rng=rng, blocks=blocks
+    )
+    found = [
+        measured(
+            f"{name}_{label}_ratio",
+            lambda a, p=p: draws.estimate(p, alpha=a),
+            _times_note(stats.quantile(target, p), stats.quantile(speculative, p), label, note),
+            slowest,
+        )
+        for label, p in QUANTILES.items()
+    ]
+    if name == "e2e":
+        found.append(
+            measured(
+                "e2e_mean_ratio",
+                lambda a: stats.geometric_mean_ratio(target, speculative, alpha=a, blocks=blocks),
+                note,
+                slowest,
+            )
+        )
+    return found
+
+
+def _times_note(target_s: float, speculative_s: float, label: str, note: str) -> str:
+    times = f"{label} {_ms(target_s)} target-only, {_ms(speculative_s)} speculative"
+    return f"{times}; {note}" if note else times
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+def _unpaired_latency(
+    pairing: Pairing, name: str, get: Callable[[Receipt], float | None], measured: Measured
+) -> list[Measurement]:
+    """A canary sends each request to one arm: independent samples, conservative intervals."""
+
+    def values(side: Sequence[Receipt]) -> list[float]:
+        return [v for r in side if r.outcome == Outcome.OK and (v := get(r)) is not None]
+
+    target, speculative = values(pairing.target), values(pairing.speculative)
+    if not target or not speculative:
+        return [
+            measured(f"{name}_{label}_ratio", None, "one arm has no times") for label in QUANTILES
+        ]
+    note = f"unpaired: {len(target)} target-only and {len(speculative)} speculative requests"
+    found = [
+        measured(
+            f"{name}_{label}_ratio",
+            lambda a, p=p: stats.order_statistic_ratio(target, speculative, p, alpha=a),
+            _times_note(stats.quantile(target, p), stats.quantile(speculative, p), label, note),
+        )
+        for label, p in QUANTILES.items()
+    ]
+    if name == "e2e":
+        found.append(
+            measured(
+                "e2e_mean_ratio",
+                lambda a: stats.unpaired_mean_ratio(target, speculative, alpha=a),
+                note,
+            )
+        )
+    return found
+
+
+def _same_length(target: Receipt, speculative: Receipt, least: int) -> bool:
+    a, b = target.completion_tokens, speculative.completion_tokens
+    return a is not None and b is not None and min(a, b) >= least and abs(a - b) <= 0.1 * max(a, b)
+
+
+def _blocks(pairs: Sequence[tuple[Receipt, Receipt]]) -> list[str] | None:
+    """The block of each pair (two neighbours where the arms took turns), if there are enough."""
+    names = [f"{t.phase}/{t.block if t.block == s.block else t.block // 2}" for t, s in pairs]
+    return names if len(set(names)) >= _BLOCKS_NEEDED else None
+
+
+def is_refused(receipt: Receipt) -> bool:
+    """Whether the arm turned the request down for a parameter that it does not support."""
+    return receipt.error_class == "unsupported_parameter"
+
+
+def is_error(receipt: Receipt) -> bool:
+    """Timeout, server error, broken or cut stream, refusal of another kind, no finish reason.
+
+    Cancelled by us is no error; refused for a parameter the arm does not support has its own rule.
+    """
+    if is_refused(receipt) or receipt.outcome == Outcome.CANCELLED:
+        return False
+    if receipt.outcome != Outcome.OK:
+        return True
+    return receipt.finish_reason is None or receipt.completion_tokens == 0
+
+
+def _outcomes(pairing: Pairing, measured: Measured) -> list[Measurement]:
+    found = []
+    for metric, side in (
+        ("error_rate", pairing.speculative),
+        ("error_rate_target_only", pairing.target),
+    ):
+        judged = [r for r in side if not is_refused(r) and r.outcome != Outcome.CANCELLED]
+        bad = [r for r in judged if is_error(r)]
+        kinds = Counter(r.error_class or r.outcome for r in bad)
+        note = f"{len(bad)} of {len(judged)} requests failed"
+        if bad:
+            note += f": {', '.join(f'{n} {kind}' for kind, n in kinds.most_common(3))}"
+        k, n = len(bad), len(judged)
+        found.append(
+            measured(
+                metric,
+                (lambda a, k=k, n=n: stats.clopper_pearson(k, n, alpha=a)) if n else None,
+                note if n else "no request was sent",
+                bad,
+            )
+        )
+    spec = pairing.speculative
+    refused = [r for r in spec if is_refused(r)]
+    completed = [r for r in spec if r.outcome == Outcome.OK]
+    cut = sum(r.finish_reason == "length" for r in completed)
+    count = float(len(refused))
+    found += [
+        measured(
+            "unsupported_requests",
+            (lambda a: Estimate(count, count, count, len(spec), "count of requests", a))
+            if spec
+            else None,
+            _refusal_note(refused, spec),
+            refused,
+        ),
+        measured(
+            "length_finish_rate",
+            (lambda a: stats.clopper_pearson(cut, len(completed), alpha=a)) if completed else None,
+            f"{cut} of {len(completed)} completed answers ran to the length limit",
+        ),
+    ]
+    return found
+
+
+def _fallbacks(receipts: Sequence[Receipt], measured: Measured) -> Measurement:
+    """Share of the requests meant for the speculative arm that fell back."""
+    meant = [r for r in receipts if r.arm == Arm.SPECULATIVE or _fell_back(r)]
+    fell = [r for r in meant if _fell_back(r)]
+    return measured(
+        "fallback_rate",
+        (lambda a: stats.clopper_pearson(len(fell), len(meant), alpha=a)) if meant else None,
+        f"{len(fell)} of {len(meant)} requests fell back" if meant else "no request was sent",
+        fell,
+    )
+
+
+def used_options(receipt: Receipt) -> set[str]:
+    """Names of the options that a request used."""
+    used = {
+        "min_p": receipt.min_p > 0,
+        "top_p": receipt.top_p < 1,
+        "top_k": receipt.top_k > 0,
+        "seed": receipt.seed is not None,
+        "frequency_penalty": receipt.frequency_penalty != 0,
+        "presence_penalty": receipt.presence_penalty != 0,
+        "repetition_penalty": receipt.repetition_penalty != 1,
+        "stop": receipt.stop_count > 0,
+        "logprobs": receipt.logprobs is not None,
+        "response_format": receipt.response_format is not None,
+    }
+    names = {name for name, is_used in used.items() if is_used}
+    return names | {name for name in receipt.features.split(",") if name}
+
+
+def _refusal_note(refused: Sequence[Receipt], spec: Sequence[Receipt]) -> str:
+    """How many were refused, and the option that tells them from those that were served."""
+    if not spec:
+        return "no request was sent"
+    if not refused:
+        return f"0 of {len(spec)} requests refused"
+    served = set().union(*(used_options(r) for r in spec if not is_refused(r)), set())
+    common = set.intersection(*(used_options(r) for r in refused))
+    blamed = sorted(common - served)
+    message = Counter(r.error_message or "no message" for r in refused).most_common(1)[0][0]
+    text = f"{len(refused)} of {len(spec)} requests ({len(refused) / len(spec):.0%}) refused by"
+    text += " this arm for what they ask, not by chance"
+    if blamed:
+        text += f"; all of them carry {', '.join(blamed)}, none of those served does"
+    elif not common:
+        text += (
+            "; no option of theirs explains it: look at the defaults that the server adds"
+            " (generation_config)"
+        )
+    return f"{text}; the server says {message[:160]!r}"
+
+
+def measure_protected(receipts: Sequence[Receipt], *, stage: str, route: str) -> list[Measurement]:
+    """Metric protected_e2e_ratio: protected traffic in blocks with speculative work, over without.
+
+    `receipts` are all of a switchback run, those of other routes too: a block counts as "with" if
+    any receipt in it ran (or was mirrored) on the speculative arm. Empty without protected traffic.
+    """
+    run = [r for r in receipts if r.stage == stage and not r.warm_up and not is_control(r)]
+    protected = [r for r in run if r.priority == "protected" and r.outcome == Outcome.OK]
+    if not protected:
+        return []
+    loaded = {(r.phase, r.block) for r in run if r.arm == Arm.SPECULATIVE}
+    timed = [(r, seconds) for r in protected if (seconds := r.effective_s)]
+    number = {key: i for i, key in enumerate(sorted({(r.phase, r.block) for r in protected}))}
+
+    def estimate(alpha: float) -> Estimate:
+        return stats.block_log_ratio(
+            [math.log(seconds) for _, seconds in timed],
+            [number[r.phase, r.block] for r, _ in timed],
+            [(r.phase, r.block) in loaded for r, _ in timed],
+            alpha=alpha,
+        )
+
+    with_n = sum((r.phase, r.block) in loaded for r, _ in timed)
+    return [
+        Measurement(
+            "protected_e2e_ratio",
+            stage,
+            route,
+            "",
+            estimate(ALPHA),
+            f"{with_n} protected requests beside speculative work, {len(timed) - with_n} without",
+            tuple(r.receipt_id for r, _ in sorted(timed, key=lambda x: -x[1])[:5]),
+            tuple(estimate(level) for level in stats.FAIL_LEVELS),
+        )
+    ]
+
+
+def noise_floors(receipts: Sequence[Receipt], *, rng: np.random.Generator) -> dict[str, Estimate]:
+    """Target-only over target-only: metric name (as in `measure_route`) -> ratio of the A/A pairs.
+
+    What the measurement shows where nothing differs. Empty without A/A receipts.
+    """
+    controls = {r.pair_id: r for r in receipts if is_control(r) and r.outcome == Outcome.OK}
+    pairs = [
+        (r, controls[r.pair_id])
+        for r in receipts
+        if r.arm == Arm.TARGET_ONLY
+        and not is_control(r)
+        and r.outcome == Outcome.OK
+        and not r.warm_up
+        and r.pair_id in controls
+        and r.concurrency == controls[r.pair_id].concurrency
+    ]
+    found: dict[str, Estimate] = {}
+    for name, get in LATENCIES.items():
+        known = [
+            (a, b) for s, t in pairs if (a := get(s)) is not None and (b := get(t)) is not None
+        ]
+        if not known:
+            continue
+        first, second = zip(*known, strict=True)
+        draws = stats.bootstrap_quantile_ratios(first, second, tuple(QUANTILES.values()), rng=rng)
+        for label, p in QUANTILES.items():
+            found[f"{name}_{label}_ratio"] = draws.estimate(p, alpha=ALPHA)
+        if name == "e2e":
+            found["e2e_mean_ratio"] = stats.geometric_mean_ratio(first, second, alpha=ALPHA)
+    return found
+
+
+def acceptance_from_counters(
+    accepted: int, drafted: int, requests: int, *, stage: str, route: str
+) -> Measurement:
+    """Metric acceptance_rate from the server's own counters, where requests carry no counts.
+
+    Counter differences over the run, after resets were taken care of.
+    """
+    return Measurement(
+        "acceptance_rate",
+        stage,
+        route,
+        "",
+        stats.acceptance_from_totals(accepted, drafted, requests, alpha=ALPHA) if drafted else None,
+        f"{accepted} of {drafted} drafted tokens accepted, from the server's counters",
+        (),
+        tuple(
+            stats.acceptance_from_totals(accepted, drafted, requests, alpha=level)
+            for level in stats.FAIL_LEVELS
+        )
+        if drafted
+        else (),
+    )

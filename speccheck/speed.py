@@ -1,0 +1,88 @@
+"""The arithmetic of speed: what a verify step brings, what it costs, what is saved.
+
+From Leviathan et al. 2023, with two things their formula leaves out: the bonus token after a block
+that stands whole, and a verify step that costs more than a plain one, which is the case on every
+busy machine and the reason why speculation stops paying under load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from speccheck.records import Receipt
+
+
+def tokens_per_round(rates: Sequence[float]) -> float:
+    """Expected tokens per verify step: 1 + sum over k of the chance that k drafts are accepted.
+
+    `rates[i]` is the conditional acceptance of position i+1, given that those before were accepted.
+
+    >>> round(tokens_per_round([0.8] * 4), 4)
+    3.3616
+    """
+    return 1 + float(np.cumprod(np.asarray(rates, dtype=float)).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Costs in target-equivalent passes: one plain decode step at the same batch size is 1.
+
+    `draft` is one draft step; `verify` is a verify step, per proposal length (1 for k = 0);
+    `rollback` is what a round costs besides (state rollback, catch-up pass, bookkeeping).
+    """
+
+    draft: float
+    verify: Mapping[int, float]
+    rollback: float = 0.0
+
+
+def speedup(rates: Sequence[float], costs: Costs) -> float:
+    """Tokens per unit of cost, against 1 for target-only. `rates` as in `tokens_per_round`.
+
+    Raises:
+        KeyError: the verify step was not calibrated at this proposal length.
+    """
+    k = len(rates)
+    return tokens_per_round(rates) / (k * costs.draft + costs.verify[k] + costs.rollback)
+
+
+def break_even_acceptance(k: int, costs: Costs) -> float:
+    """Accepted/drafted at which speculation neither gains nor loses at proposal length k."""
+    return (k * costs.draft + costs.verify[k] - 1 + costs.rollback) / k
+
+
+def best_proposal_length(rates: Sequence[float], costs: Costs) -> int:
+    """The k (0: target-only) with the largest speed-up among those drafted and calibrated.
+
+    No claim is made beyond the measured positions.
+    """
+    ks = [k for k in range(len(rates) + 1) if k == 0 or k in costs.verify]
+    return max(ks, key=lambda k: 1.0 if k == 0 else speedup(rates[:k], costs))
+
+
+def saved_passes(accepted: float, drafted: float, rounds: float, k: int, costs: Costs) -> float:
+    """Modelled saved target passes: accepted - drafting - extra verification - rollback.
+
+    The correction or bonus token of a round is paid for by the round's own pass, so it is never
+    saved. All in target-equivalent passes; `accepted` counts delivered tokens only.
+    """
+    return (
+        accepted - costs.draft * drafted - (costs.verify[k] - 1) * rounds - costs.rollback * rounds
+    )
+
+
+def saved_passes_measured(speculative: Sequence[Receipt], target_tpot_s: float) -> float:
+    """Measured saved target passes: decode tokens delivered, minus decode time in target steps.
+
+    `target_tpot_s` is the target-only arm's seconds per token at the same load. Receipts without
+    times or counts are left out.
+    """
+    saved = 0.0
+    for r in speculative:
+        if r.tpot_s is not None and r.completion_tokens is not None:
+            steps = r.completion_tokens - 1
+            saved += steps - r.tpot_s * steps / target_tpot_s
+    return saved

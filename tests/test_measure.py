@@ -1,0 +1,363 @@
+"""Pairs of receipts, and what is measured of them for the rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rule_receipts import pair, pairs, receipt
+
+from speccheck import measure, stats
+from speccheck.records import to_json
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(20)
+
+
+def by_metric(found, cohort=""):
+    return {m.metric: m for m in found if m.cohort == cohort}
+
+
+def shadow(receipts, rng, **how):
+    return measure.measure_route(receipts, stage="shadow", route="chat", rng=rng, **how)
+
+
+# --- pairs --------------------------------------------------------------------------------------
+
+
+def test_pairs_are_joined_by_id(rng):
+    """Any order of receipts gives the same pairs; the lonely are counted, not dropped silently."""
+    receipts = pairs(rng, 30)
+    lonely = [r for r in receipts if not (r.arm == "speculative" and r.prompt_id in ("p3", "p7"))]
+    shuffled = [lonely[i] for i in rng.permutation(len(lonely))]
+    found = measure.pair_receipts(shuffled)
+    assert len(found.pairs) == 28
+    assert all(t.pair_id == s.pair_id for t, s in found.pairs)
+    assert found.unpaired == 2
+    assert "2 receipts without a partner" in found.note
+    note = by_metric(shadow(shuffled, rng))["e2e_p50_ratio"].note
+    assert "2 receipts without a partner" in note
+
+
+def test_failed_sides_leave_latency_but_not_the_error_rate(rng):
+    """A pair with a failed side says nothing about latency."""
+    receipts = pairs(rng, 40)
+    broken = [
+        replace(r, outcome="error", error_class="stream_error", last_token_ns=None)
+        if r.arm == "speculative" and r.prompt_id == "p1"
+        else r
+        for r in receipts
+    ]
+    found = by_metric(shadow(broken, rng))
+    assert found["e2e_p50_ratio"].estimate.n == 39
+    assert found["error_rate"].estimate.value == pytest.approx(1 / 40)
+    assert "1 stream_error" in found["error_rate"].note
+    assert found["error_rate_target_only"].estimate.value == 0
+
+
+def test_the_last_attempt_counts(rng):
+    """A retried request is a second receipt; the first attempt neither pairs nor counts."""
+    receipts = pairs(rng, 10)
+    first = replace(receipts[1], outcome="error", receipt_id="first")
+    again = replace(receipts[1], attempt=1)
+    found = measure.pair_receipts([receipts[0], again, first, *receipts[2:]])
+    assert (len(found.pairs), found.failed, found.unpaired) == (10, 0, 0)
+
+
+def test_warm_up_and_controls_are_left_out(rng):
+    """Warm-up receipts and the A/A control do not enter the comparison of arms."""
+    receipts = pairs(rng, 20)
+    warm = [replace(r, warm_up=True, pair_id=f"warmup-load:{r.prompt_id}:0") for r in receipts[:6]]
+    control = [
+        replace(r, phase="aa", repeat=1, receipt_id=f"aa{i}")
+        for i, r in enumerate(receipts)
+        if r.arm == "target_only"
+    ]
+    found = measure.pair_receipts([*warm, *control, *receipts])
+    assert (len(found.pairs), found.unpaired) == (20, 0)
+
+
+# --- measurements -------------------------------------------------------------------------------
+
+
+def test_measurements_find_what_was_put_in(rng):
+    """Ratios, acceptance and lengths of synthetic receipts lie inside their intervals."""
+    found = by_metric(shadow(pairs(rng, 300, target_ms=20, speculative_ms=12), rng))
+    truths = {
+        "tpot_p50_ratio": 0.6,
+        "tpot_p95_ratio": 0.6,
+        "ttft_p50_ratio": 1.0,
+        "acceptance_rate": 0.6,
+        "mean_acceptance_length": 1 + 60 / 25,
+    }
+    for metric, truth in truths.items():
+        # At the level of 1 in 1,000 per side, five intervals miss once in a hundred runs.
+        e = next(e for e in found[metric].fail_estimates if e.alpha == 0.001)
+        assert e.low < truth < e.high
+        assert found[metric].estimate.n == 300
+    assert found["draft_coverage"].estimate.value == 1.0
+    assert found["fallback_rate"].estimate.value == 0
+    assert len(found["tpot_p95_ratio"].fail_estimates) == len(stats.FAIL_LEVELS)
+    assert len(found["tpot_p95_ratio"].examples) == 5
+
+
+def test_measuring_twice_gives_the_same(rng):
+    """The same receipts and the same seed give the same numbers."""
+    receipts = pairs(rng, 60)
+    first, second = (to_json(shadow(receipts, np.random.default_rng(1))) for _ in range(2))
+    assert first == second
+
+
+def test_loads_are_never_pooled(rng):
+    """With two loads latency is measured at each, and only there."""
+    receipts = pairs(rng, 50, concurrency=1, phase="load-1") + pairs(
+        rng, 50, first=50, speculative_ms=30, concurrency=16, phase="load-16"
+    )
+    found = shadow(receipts, rng)
+    assert "tpot_p95_ratio" not in by_metric(found)
+    assert by_metric(found)["acceptance_rate"].estimate.n == 100
+    assert by_metric(found, "concurrency 1")["e2e_mean_ratio"].estimate.high < 1
+    assert by_metric(found, "concurrency 16")["e2e_mean_ratio"].estimate.low > 1
+
+
+def test_acceptance_says_how_much_it_saw(rng):
+    """T20: counts are missing for 40 of 100 requests; they are left out, not averaged as 0."""
+    with_counts = [
+        receipt(i, "speculative", proposed_tokens=150, accepted_tokens=90) for i in range(60)
+    ]
+    without = [
+        receipt(
+            i,
+            "speculative",
+            proposed_tokens=None,
+            accepted_tokens=None,
+            counts_source="none",
+            counts_note="no metrics after a stop string",
+            stop_reason="Q:",
+        )
+        for i in range(60, 100)
+    ]
+    found = by_metric(shadow(with_counts + without, rng))["acceptance_rate"]
+    assert found.estimate.value == pytest.approx(5400 / 9000)
+    assert "from 60 of 100 completed requests (60%)" in found.note
+    assert "no metrics after a stop string" in found.note
+
+
+def test_nothing_drafted_is_no_acceptance(rng):
+    """Requests that drafted nothing have no acceptance rate: not 0, and not 1."""
+    receipts = [receipt(i, "speculative", proposed_tokens=0, accepted_tokens=0) for i in range(30)]
+    found = by_metric(shadow(receipts, rng))["acceptance_rate"]
+    assert found.estimate is None
+    assert found.note == "no token was drafted in 30 requests"
+
+
+def test_a_slice_by_prompt_length(rng):
+    """T12: acceptance of the long prompts is measured apart from the total that hides it."""
+    receipts = [
+        receipt(i, "speculative", prompt_tokens=500, proposed_tokens=120, accepted_tokens=66)
+        for i in range(420)
+    ] + [
+        receipt(i, "speculative", prompt_tokens=20000, proposed_tokens=290, accepted_tokens=a)
+        for i, a in zip(range(420, 450), [17, 18] * 15, strict=True)
+    ]
+    found = shadow(receipts, rng)
+    total = by_metric(found)["acceptance_rate"]
+    assert total.estimate.value == pytest.approx((27720 + 525) / 59100)
+    long = by_metric(found, "prompt >=4096")["acceptance_rate"]
+    assert long.estimate.value == pytest.approx(0.06, abs=0.001)
+    assert long.share == pytest.approx(30 / 450)
+
+
+def test_short_and_unequal_outputs_are_no_tpot_pairs(rng):
+    """Short outputs and pairs of unequal length leave TPOT, and are counted."""
+    receipts = pairs(rng, 40) + pairs(rng, 10, first=40, completion_tokens=8)
+    receipts += pair(50, target={"completion_tokens": 64}, speculative={"completion_tokens": 40})
+    found = by_metric(shadow(receipts, rng))["tpot_p50_ratio"]
+    assert found.estimate.n == 40
+    assert "11 pairs under 32 tokens or of unequal length left out" in found.note
+
+
+def test_refused_requests_are_not_instability(rng):
+    """T13: 40 of 400 are refused for min_p: their own count, named, and no error rate."""
+    receipts = pairs(rng, 360)
+    receipts += [
+        receipt(
+            i,
+            "speculative",
+            outcome="rejected",
+            http_status=400,
+            min_p=0.05,
+            features="min_p",
+            error_class="unsupported_parameter",
+            error_message="The min_p and logit_bias sampling parameters are not yet supported",
+        )
+        for i in range(360, 400)
+    ]
+    receipts += [receipt(i, "target_only", min_p=0.05, features="min_p") for i in range(360, 400)]
+    found = by_metric(shadow(receipts, rng))
+    assert found["error_rate"].estimate.value == 0
+    refused = found["unsupported_requests"]
+    assert refused.estimate.value == 40
+    assert "40 of 400 requests (10%) refused" in refused.note
+    assert "all of them carry min_p" in refused.note
+
+
+def test_refusals_without_a_cause_point_to_server_defaults(rng):
+    """T13: all are refused though none carries an option: the server's own defaults add it."""
+    receipts = [
+        receipt(
+            i,
+            "speculative",
+            outcome="rejected",
+            error_class="unsupported_parameter",
+            error_message="min_p is not yet supported",
+        )
+        for i in range(20)
+    ]
+    note = by_metric(shadow(receipts, rng))["unsupported_requests"].note
+    assert "generation_config" in note
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"outcome": "error", "error_class": "timeout"},
+        {"outcome": "incomplete", "error_class": "stream_error"},
+        {"outcome": "rejected", "error_class": "overloaded"},
+        {"finish_reason": None},
+        {"completion_tokens": 0},
+    ],
+)
+def test_what_is_an_error(fields, rng):
+    """Timeouts, cut streams, other refusals, no finish reason and empty bodies are errors."""
+    receipts = [receipt(0, "speculative", **fields), receipt(1, "speculative")]
+    assert by_metric(shadow(receipts, rng))["error_rate"].estimate.value == 0.5
+
+
+def test_cancelling_is_no_error(rng):
+    """What we cancelled ourselves is neither an error nor a success."""
+    receipts = [receipt(0, "speculative", outcome="cancelled"), receipt(1, "speculative")]
+    found = by_metric(shadow(receipts, rng))["error_rate"].estimate
+    assert (found.value, found.n) == (0, 1)
+
+
+def test_a_canary_is_unpaired(rng):
+    """Each request on one arm: independent samples with their conservative intervals."""
+    receipts = pairs(rng, 400)
+    canary = [r for r in receipts if (int(r.prompt_id[1:]) % 2 == 0) == (r.arm == "speculative")]
+    found = by_metric(shadow(canary, rng))
+    assert found["e2e_mean_ratio"].estimate.method.endswith("Welch t-interval")
+    assert "order-statistic" in found["tpot_p95_ratio"].estimate.method
+    assert found["tpot_p95_ratio"].estimate.low < 0.5 < found["tpot_p95_ratio"].estimate.high
+
+
+def test_latency_from_receipts_not_histograms(rng):
+    """T25: p95 5.1 ms against 8.6 ms, both under the first bucket: the receipts see +68.6 %."""
+    receipts = pairs(rng, 300, target_ms=5.1, speculative_ms=5.1 * 1.686)
+    e = by_metric(shadow(receipts, rng))["tpot_p95_ratio"].estimate
+    assert 1.6 < e.low < 1.686 < e.high
+
+
+def test_abba_blocks_are_the_unit(rng):
+    """With eight pairs of blocks and more the bootstrap resamples blocks."""
+    receipts = []
+    for j in range(10):
+        for r in pairs(rng, 10, first=10 * j, phase="abba"):
+            first = (j % 2 == 0) == (r.arm == "target_only")
+            receipts.append(replace(r, block=2 * j + (0 if first else 1)))
+    found = by_metric(shadow(receipts, rng))
+    assert "10 blocks" in found["tpot_p95_ratio"].estimate.method
+    assert "10 blocks" in found["e2e_mean_ratio"].estimate.method
+    assert found["e2e_mean_ratio"].estimate.n == 100
+
+
+def test_fallbacks_are_moved_requests(rng):
+    """Requests moved to target-only after a fallback count as such, and compare with nothing."""
+    receipts = pairs(rng, 40)
+    moved = [receipt(i, "target_only", decision="fell_back") for i in range(40, 50)]
+    found = by_metric(shadow(receipts + moved, rng))
+    assert found["fallback_rate"].estimate.value == pytest.approx(10 / 50)
+    assert found["error_rate_target_only"].estimate.n == 40
+    assert found["e2e_mean_ratio"].note == ""
+
+
+def test_mirrored_pairs_lie_in_one_block(rng):
+    """Where both arms of a pair ran in the same block, that block is the unit."""
+    receipts = [
+        replace(r, block=b, mirror=r.arm == "speculative")
+        for b in range(9)
+        for r in pairs(rng, 8, first=8 * b, phase="mirror")
+    ]
+    found = by_metric(shadow(receipts, rng))
+    assert "9 blocks" in found["e2e_mean_ratio"].estimate.method
+
+
+def protected_run(rng, *, delay: float, blocks: int = 20):
+    """Protected requests in blocks; every other pair of blocks has speculative work beside it."""
+    receipts = []
+    for block in range(blocks):
+        loaded = block % 4 in (1, 2)
+        for i in range(10):
+            number = 10 * block + i
+            tpot = 20 * rng.lognormal(0, 0.1) * (delay if loaded else 1)
+            receipts.append(
+                receipt(
+                    number,
+                    "target_only",
+                    tpot_ms=tpot,
+                    priority="protected",
+                    block=block,
+                    route="core",
+                    phase="protected",
+                )
+            )
+            if loaded:
+                beside = {"block": block, "phase": "protected", "mirror": True}
+                receipts.append(receipt(1000 + number, "speculative", **beside))
+    return receipts
+
+
+def test_protected_delay_is_found(rng):
+    """Protected traffic that is 10 % slower beside speculative work shows as 1.10."""
+    found = measure.measure_protected(protected_run(rng, delay=1.1), stage="shadow", route="chat")
+    e = found[0].estimate
+    assert 1 < e.low < 1.1 < e.high
+    assert e.n == 10
+    assert "100 protected requests beside speculative work, 100 without" in found[0].note
+
+
+def test_no_protected_traffic_is_no_measurement(rng):
+    """Without protected traffic there is nothing to say about it."""
+    assert measure.measure_protected(pairs(rng, 20), stage="shadow", route="chat") == []
+
+
+def test_noise_floor_of_latency(rng):
+    """Target-only against itself: a ratio near 1 from the A/A pairs alone."""
+    receipts = pairs(rng, 100, phase="greedy", stage="replay")
+    control = [
+        replace(
+            r,
+            phase="aa",
+            repeat=1,
+            receipt_id=f"aa{i}",
+            last_token_ns=round(r.last_token_ns * rng.lognormal(0, 0.03)),
+        )
+        for i, r in enumerate(receipts)
+        if r.arm == "target_only"
+    ]
+    found = measure.noise_floors(receipts + control, rng=rng)
+    assert found["e2e_mean_ratio"].low < 1 < found["e2e_mean_ratio"].high
+    assert found["e2e_p95_ratio"].n == 100
+    assert measure.noise_floors(receipts, rng=rng) == {}
+
+
+def test_acceptance_from_counters(rng):
+    """T06: 0 of 6630 by the server's counters is an acceptance of 0, with a limit."""
+    found = measure.acceptance_from_counters(0, 6630, 50, stage="shadow", route="chat")
+    assert found.estimate.value == 0
+    assert found.estimate.high == pytest.approx(1 - 0.05 ** (1 / 50))
+    none = measure.acceptance_from_counters(0, 0, 50, stage="shadow", route="chat")
+    assert none.estimate is None
