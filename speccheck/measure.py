@@ -415,7 +415,8 @@ def _outcomes(pairing: Pairing, measured: Measured) -> list[Measurement]:
             )
         )
     spec = pairing.speculative
-    refused = [r for r in spec if is_refused(r)]
+    both = {r.pair_id for r in pairing.target if is_refused(r)}
+    refused = [r for r in spec if is_refused(r) and r.pair_id not in both]
     completed = [r for r in spec if r.outcome == Outcome.OK]
     cut = sum(r.finish_reason == "length" for r in completed)
     count = float(len(refused))
@@ -425,7 +426,8 @@ def _outcomes(pairing: Pairing, measured: Measured) -> list[Measurement]:
             (lambda a: Estimate(count, count, count, len(spec), "count of requests", a))
             if spec
             else None,
-            _refusal_note(refused, spec),
+            _refusal_note(refused, spec)
+            + (f"; {len(both)} more are refused by target-only too" if both else ""),
             refused,
         ),
         measured(

@@ -9,7 +9,7 @@ import pytest
 from rule_receipts import pair, pairs, receipt
 
 from speccheck import measure, stats
-from speccheck.records import to_json
+from speccheck.records import Arm, to_json
 
 
 @pytest.fixture
@@ -203,6 +203,21 @@ def test_refused_requests_are_not_instability(rng):
     assert refused.estimate.value == 40
     assert "40 of 400 requests (10%) refused" in refused.note
     assert "all of them carry min_p" in refused.note
+
+
+def test_what_both_arms_refuse_is_no_fault_of_speculation(rng):
+    """A request that target-only refuses as well is named, and not counted against the arm."""
+    refusal = {
+        "outcome": "rejected",
+        "error_class": "unsupported_parameter",
+        "error_message": "response_format is not supported",
+        "response_format": "json_schema",
+    }
+    receipts = pairs(rng, 40)
+    receipts += [receipt(i, arm, **refusal) for i in range(40, 45) for arm in Arm]
+    found = by_metric(shadow(receipts, rng))["unsupported_requests"]
+    assert found.estimate.value == 0
+    assert "5 more are refused by target-only too" in found.note
 
 
 def test_refusals_without_a_cause_point_to_server_defaults(rng):
