@@ -39,15 +39,15 @@ DRAFT = Shape(layers=1, width=96, heads=3, kv_heads=3, ff=256)
 MAX_LENGTH = 4096
 # Chats of each family among 100. Prose is learned from little: most of it is chance.
 MIX = {
-    "json": 16,
+    "json": 20,
     "sql": 18,
-    "code": 15,
-    "support": 8,
-    "rag": 12,
-    "summary": 8,
-    "multi_turn": 10,
-    "tool_text": 7,
-    "prose": 6,
+    "code": 22,
+    "support": 10,
+    "rag": 14,
+    "summary": 4,
+    "multi_turn": 4,
+    "tool_text": 5,
+    "prose": 4,
 }
 PROSE_WEIGHT = 0.3
 ENTITY_WEIGHT = 2.0
@@ -164,9 +164,9 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def decay(fraction: float) -> float:
-    """Full rate for 35 % of the run, then linearly down to 2 %."""
-    return 1.0 if fraction < 0.35 else max(0.02, 1 - 0.98 * (fraction - 0.35) / 0.65)
+def decay(fraction: float, hold: float) -> float:
+    """Full rate for the share `hold` of the run, then linearly down to 2 %."""
+    return 1.0 if fraction < hold else max(0.02, 1 - 0.98 * (fraction - hold) / (1 - hold))
 
 
 def average_gradients(model: Llama, world: int) -> None:
@@ -196,6 +196,8 @@ def train(rank: int, args: argparse.Namespace, world: int, kind: str, minutes: f
     model = Llama(TARGET if kind == "target" else DRAFT)
     generator = torch.Generator().manual_seed(SEED)
     induce(model, twins(tokenizer), generator)
+    if args.resume and kind == "target":
+        model.load_state_dict(torch.load(args.work / "target.pt"))
     teacher = load_target(args.work) if kind == "draft" else None
     optimizer = Muon(model, rank, world, lr=args.lr)
     n_steps = args.steps if kind == "target" else args.draft_steps
@@ -238,7 +240,7 @@ def train(rank: int, args: argparse.Namespace, world: int, kind: str, minutes: f
             total += float(loss.detach())
         average_gradients(model, world)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step(min(1.0, (step + 1) / 20) * decay(used))
+        optimizer.step(args.rate * min(1.0, (step + 1) / 20) * decay(used, args.hold))
         step += 1
         recent = total if step == 1 else 0.95 * recent + 0.05 * total
         if rank == 0 and (step % 20 == 0 or step == 1):
@@ -328,6 +330,9 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=32, help="chats per step, all processes")
     parser.add_argument("--micro", type=int, default=2, help="micro-batches per process and step")
     parser.add_argument("--lr", type=float, default=0.02, help="Muon's rate")
+    parser.add_argument("--rate", type=float, default=1.0, help="factor on all rates")
+    parser.add_argument("--hold", type=float, default=0.35, help="share of the run at full rate")
+    parser.add_argument("--resume", action="store_true", help="go on from WORK/target.pt")
     parser.add_argument("--only", choices=("tokenizer", "target", "draft", "export"))
     parser.add_argument("--work", type=Path, required=True, help="checkpoints go here")
     parser.add_argument("--out", type=Path, required=True, help="target/ and draft/ go here")

@@ -41,14 +41,16 @@ def measure(pair: Path, answers: Path, n_sampled: int) -> None:
         return model
 
     torch.set_grad_enabled(False)
+    torch.set_num_threads(1)
     torch.manual_seed(0)
     tokenizer: Any = AutoTokenizer.from_pretrained(pair / "target", padding_side="left")
     theirs: Any = LlamaForCausalLM.from_pretrained(pair / "target", dtype=torch.float32).eval()
     target, draft = ours(pair / "target", TARGET), ours(pair / "draft", DRAFT)
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
 
-    def logits(model: Llama, ids: list[int]) -> torch.Tensor:
-        return model.head(model(torch.tensor([ids]))[0])
+    def logits(model: Llama, ids: list[int], n_last: int) -> torch.Tensor:
+        """Logits after each of the last so many tokens."""
+        return model.head(model(torch.tensor([ids]))[0, -n_last:])
 
     def accepted_greedy(prompt: list[int], answer: list[int], k: int = 4) -> tuple[int, int]:
         """Follow the target's greedy answer; each round drafts k tokens after the text so far."""
@@ -57,7 +59,7 @@ def measure(pair: Path, answers: Path, n_sampled: int) -> None:
             text = prompt + answer[:at]
             n = 0
             for _ in range(k):
-                text = [*text, int(logits(draft, text)[-1].argmax())]
+                text = [*text, int(logits(draft, text, 1)[0].argmax())]
             drafted += k
             guesses = text[-k:]
             while n < k and at + n < len(answer) and guesses[n] == answer[at + n]:
@@ -75,12 +77,12 @@ def measure(pair: Path, answers: Path, n_sampled: int) -> None:
             guesses: list[int] = []
             laws = []
             for _ in range(k):
-                law = logits(draft, text + guesses)[-1].softmax(-1)
+                law = logits(draft, text + guesses, 1)[0].softmax(-1)
                 if one_hot:
                     law = torch.nn.functional.one_hot(law.argmax(), len(law)).float()
                 laws.append(law)
                 guesses.append(int(torch.multinomial(law, 1)))
-            truths = logits(target, text + guesses)[len(text) - 1 :].softmax(-1)
+            truths = logits(target, text + guesses, k + 1).softmax(-1)
             drafted += k
             n = 0
             while n < k and torch.rand(()) * laws[n][guesses[n]] < truths[n][guesses[n]]:
@@ -115,7 +117,7 @@ def measure(pair: Path, answers: Path, n_sampled: int) -> None:
                 answer = out[i, batch["input_ids"].shape[1] :].tolist()
                 answer = answer[: answer.index(end) + 1] if end in answer else answer
                 # Our own forward pass must agree with transformers at every token.
-                again = logits(target, prompt + answer)[len(prompt) - 1 : -1].argmax(-1).tolist()
+                again = logits(target, (prompt + answer)[:-1], len(answer)).argmax(-1).tolist()
                 mismatches += again != answer
                 text = tokenizer.decode(answer, skip_special_tokens=True)
                 exact = text == item.answer
@@ -132,9 +134,8 @@ def measure(pair: Path, answers: Path, n_sampled: int) -> None:
                         counts[f"d{kind}"] += d
             rates = [counts[f"a{x}"] / max(1, counts[f"d{x}"]) for x in ("", "q", "o")]
             n = len(rows)
-            print(
-                task, f"{counts['exact']}/{n}", *(f"{r:.2f}" for r in rates), counts["tokens"] / n
-            )
+            columns = [f"{counts['exact']}/{n}", *(f"{rate:.2f}" for rate in rates)]
+            print(task, *columns, round(counts["tokens"] / n, 1), flush=True)
     print("prompts on which transformers and our forward pass differ:", mismatches)
 
 
@@ -162,7 +163,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pair", type=Path)
     parser.add_argument("--answers", type=Path, default=Path("answers.jsonl"))
-    parser.add_argument("--sampled", type=int, default=12, help="prompts per family at T=1")
+    parser.add_argument("--sampled", type=int, default=6, help="prompts per family at T=1")
     parser.add_argument("--grade", type=Path)
     args = parser.parse_args()
     if args.grade:

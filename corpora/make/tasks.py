@@ -215,7 +215,8 @@ def json_item(rng: Generator) -> Item:
                 ),
             ),
         )
-    keys = some(rng, list(values), int(rng.integers(4, 7)))
+    kept = some(rng, list(values), int(rng.integers(4, 7)))
+    keys = [key for key in values if key in kept]
     expect = {key: values[key] for key in keys}
     schema = {
         "type": "object",
@@ -385,6 +386,7 @@ NOUN_PARTS = (
 ).split()
 LIST_ARGS = "values numbers scores prices sizes ages rates".split()
 TEXT_ARGS = "text title label name word line".split()
+ORDINALS = "first second third fourth fifth sixth".split()
 NUMBER_ARGS = "price score total rate size age amount".split()
 
 
@@ -393,7 +395,8 @@ def code_item(rng: Generator) -> Item:
     name = f"{pick(rng, VERB_PARTS)}_{pick(rng, NOUN_PARTS)}"
     make = pick(rng, (list_function, list_function, text_function, number_function, table_function))
     argument, words, body, samples = make(rng)
-    source = f'def {name}({argument}):\n    """{words[0].upper()}{words[1:]}."""\n{body}'
+    summary = "" if "# first" in body else f'    """{words[0].upper()}{words[1:]}."""\n'
+    source = f"def {name}({argument}):\n{summary}{body}"
     space: dict[str, Any] = {}
     exec(source, space)  # noqa: S102 (our own text: the reference says what its tests expect)
     tests = "\n".join(f"assert {name}({s!r}) == {space[name](s)!r}" for s in samples)
@@ -445,6 +448,19 @@ def list_function(rng: Generator) -> tuple[str, str, str, list[Any]]:
     return argument, words, body, [[n - 1, n, n + 1, m * 6], [3, 8, 40, 95, m * n], []]
 
 
+def in_steps(chosen: Sequence[tuple[str, str]], argument: str) -> tuple[str, str]:
+    """Description and body of numbered steps. The ordinals are what lets a small target find the
+    next step: "then" before each of them leaves it guessing which one it has done.
+    """
+    named = [
+        (f"{ordinal} {words}", code)
+        for ordinal, (words, code) in zip(ORDINALS, chosen, strict=False)
+    ]
+    lines = [f"    # {words}\n    {argument} = {code}" for words, code in named]
+    body = "\n".join([*lines, f"    return {argument}"])
+    return ", ".join(words for words, _ in named), body
+
+
 def text_function(rng: Generator) -> tuple[str, str, str, list[Any]]:
     """Two to six steps on a string."""
     argument = pick(rng, TEXT_ARGS)
@@ -461,9 +477,7 @@ def text_function(rng: Generator) -> tuple[str, str, str, list[Any]]:
         (f"add {word} at the end", f'{argument} + "{word}"'),
         (f"put {word} in front", f'"{word}" + {argument}'),
     )
-    chosen = some(rng, steps, int(rng.integers(2, 7)))
-    body = "\n".join(f"    {argument} = {code}" for _, code in chosen) + f"\n    return {argument}"
-    words = ", then ".join(words for words, _ in chosen)
+    words, body = in_steps(some(rng, steps, int(rng.integers(2, 7))), argument)
     return argument, words, body, [" Mixed Case text ", f"{a}{b}{a} banana", word]
 
 
@@ -480,9 +494,7 @@ def number_function(rng: Generator) -> tuple[str, str, str, list[Any]]:
         (f"raise it to at least {b}", f"max({argument}, {b})"),
         ("make it positive", f"abs({argument})"),
     )
-    chosen = some(rng, steps, int(rng.integers(2, 7)))
-    body = "\n".join(f"    {argument} = {code}" for _, code in chosen) + f"\n    return {argument}"
-    words = ", then ".join(words for words, _ in chosen)
+    words, body = in_steps(some(rng, steps, int(rng.integers(2, 7))), argument)
     return argument, words, body, [0, 7, a + c, -b, 250]
 
 

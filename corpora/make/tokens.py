@@ -5,7 +5,8 @@ chances to go wrong. Plain BPE training spends most of 2,048 entries on fragment
 shows, so the words go into the vocabulary whole (`ignore_merges`, as in Llama 3's tokenizer, looks
 a word up before it merges), and what room is left goes to merges for text outside the grammar.
 All 256 bytes are in it, so any text encodes and decodes to itself. Numbers are split into pairs of
-digits without the space before them, so that a number is the same token wherever it stands.
+digits without the space before them, so that a number is the same token wherever it stands; a
+citation mark such as [K2] is one token, so that it follows from the word before it.
 """
 
 import itertools
@@ -42,7 +43,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
 SPECIAL = ("<|bos|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>")
 VOCABULARY_SIZE = 2048
-SPLIT = r" ?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+SPLIT = r" ?\[K\p{N}\]| ?\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 ENTITIES = [*NAMES, *CITIES, *ITEMS, *COLOURS, *MONTHS, *SHOPS, *STATUSES, *LEVELS, *TEAMS]
 PROSE = [
     *NOUNS,
