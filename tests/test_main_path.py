@@ -48,7 +48,7 @@ def test_all_four_stages_ran(finished: tuple[Path, dict]) -> None:
     _, told = finished
     assert list(told["stages"]) == ["fixture", "replay", "shadow", "canary"]
     assert told["stages"]["fixture"]["verdict"] == "pass"
-    assert told["stages"]["replay"]["counts"]["ok"] >= 18
+    assert told["stages"]["replay"]["counts"]["ok"] >= 12
 
 
 def test_so_few_requests_promote_nothing(finished: tuple[Path, dict]) -> None:
@@ -129,7 +129,7 @@ def test_receipts_can_be_listed_shown_and_exported(
         path = tmp_path / f"all.{ending}"
         assert speccheck("receipts", "export", path, cwd=folder).returncode == 0
         reader = {"csv": "read_csv", "parquet": "read_parquet", "jsonl": "read_json"}[ending]
-        (count,) = duckdb.sql(f"SELECT count(*) FROM {reader}('{path}')").fetchone()  # noqa: S608
+        ((count,),) = duckdb.sql(f"SELECT count(*) FROM {reader}('{path}')").fetchall()  # noqa: S608
         assert count == listed["count"]
 
 
@@ -169,9 +169,9 @@ def test_killed_at_random_moments_the_run_is_resumed_whole(tmp_path: Path, seed:
     ids = [r.receipt_id for r in receipts]
     assert len(ids) == len(set(ids))
     assert seen <= receipt_ids(store_path)
-    # 9 prompts (one of ten is protected): both arms at two temperatures, and the control.
+    # The route's six prompts: both arms at two temperatures, and the control.
     planned = [r for r in receipts if r.phase in ("greedy", "aa", "sampled")]
-    assert len(planned) == 9 * 5
+    assert len(planned) == 6 * 5
     assert {r.outcome for r in planned} == {"ok"}
 
 
