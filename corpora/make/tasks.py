@@ -913,11 +913,12 @@ def prose_item(rng: Generator) -> Item:
     verb = pick(rng, ("Write", "Tell", "Invent"))
     kind = pick(rng, ("scene", "story", "tale"))
     user = f"{verb} a {length} {kind} about a {topic} in {place}."
+    # The number of sentences is not checked: the target of this size loses count of them.
     check = {
         "kind": "all",
         "checks": [
-            {"kind": "format", "sentences": len(sentences), "min_words": 12, "max_words": 160},
-            {"kind": "regex", "pattern": f".*\\b{place}\\b.*\\b{topic}\\b.*"},
+            {"kind": "format", "min_words": 12, "max_words": 160, "ends_with": "."},
+            {"kind": "regex", "pattern": f".*\\b{place}\\b.*"},
         ],
     }
     systems = ("You write fiction.", "Surprise the reader.")
