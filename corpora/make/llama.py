@@ -10,6 +10,7 @@ stands there. Everything else is trained as usual, and nothing but plain Llama w
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -163,7 +164,7 @@ def induce(model: Llama, twins: list[tuple[int, int]], generator: torch.Generato
     fast = [i for i in range(half) if frequencies[i] >= 0.02]
     slow = [i for i in range(half) if frequencies[i] < 0.02]
     slow_rows = torch.tensor([*slow, *(i + half for i in slow)])
-    attention = model.layers[0].self_attn
+    attention = cast("Layer", model.layers[0]).self_attn
     n_back = 2
     # Without groups each look-back head has a key head of its own; else both share key head 0.
     for q_head in range(n_back):
@@ -196,7 +197,7 @@ def induce(model: Llama, twins: list[tuple[int, int]], generator: torch.Generato
     read = attention.v_proj.weight[: shape.head].clone()
 
     for depth in range(1, shape.layers):
-        attention = model.layers[depth].self_attn
+        attention = cast("Layer", model.layers[depth]).self_attn
         for kv_head in range(shape.kv_heads):
             copy_values(attention, kv_head, generator)
         if depth > 2:

@@ -161,7 +161,7 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     for _ in range(4):
         y = x @ x.T
         x = a * x + (b * y + c * y @ y) @ x
-    return x.mT if tall else x
+    return x.mT if tall else x  # type: ignore[no-any-return]
 
 
 def decay(fraction: float, hold: float) -> float:

@@ -44,7 +44,7 @@ def measure(pair: Path, answers: Path, n_sampled: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     tokenizer: Any = AutoTokenizer.from_pretrained(pair / "target", padding_side="left")
-    theirs: Any = LlamaForCausalLM.from_pretrained(pair / "target", dtype=torch.float32).eval()
+    theirs: Any = LlamaForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
     target, draft = ours(pair / "target", TARGET), ours(pair / "draft", DRAFT)
     end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
 
