@@ -9,12 +9,16 @@ target-only. It stays off: nothing here promotes again.
 
 from __future__ import annotations
 
-import threading
+import multiprocessing
+import os
+import signal
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, Self
+
+import numpy as np
 
 from speccheck import guardrails, measure, plan
 from speccheck.config import Route
@@ -34,9 +38,6 @@ from speccheck.records import (
 
 POOLED = ("error_rate", "unsupported_requests")
 """Metrics of the canary that are taken over all stages of the run, see `over_all_stages`."""
-
-Judge = Callable[[Sequence[Measurement], float], Sequence[Finding]]
-"""Measurements and a level of failing to findings, for one route."""
 
 
 def plan_step(run: RunContext, route: Route, step: int, share: float) -> list[PlannedRequest]:
@@ -70,23 +71,46 @@ def planned_looks(run: RunContext) -> int:
     return max(1, len(settings.shares) * settings.requests_per_step // settings.look_every)
 
 
+def look(
+    receipts: Sequence[Receipt],
+    rules: Mapping[str, guardrails.RuleLimit],
+    route: str,
+    alpha_fail: float,
+    rng: np.random.Generator,
+) -> tuple[Finding, ...]:
+    """Judge a route of the canary from what has come so far, at this level of failing."""
+    measured = measure.measure_route(receipts, stage=Stage.CANARY, route=route, rng=rng)
+    return guardrails.judge(rules, measured, stage=Stage.CANARY, route=route, alpha_fail=alpha_fail)
+
+
+def _start_worker() -> None:
+    """Looks give way to the load loop and to servers on this machine; Ctrl-C is for the parent."""
+    os.nice(5)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class Guard:
-    """Watches one route of the canary. Its callbacks run on the load loop and only take notes;
-    the looking itself happens in a thread of its own, so that it never delays a timestamp.
+    """Watches one route of the canary; use as a context manager around its drives.
+
+    Its callbacks run on the load loop and only take notes. The looking happens in a process of its
+    own: half a second of arithmetic in a thread would hold the interpreter and delay timestamps.
     """
 
-    def __init__(self, run: RunContext, route: Route, judge: Judge) -> None:
+    def __init__(
+        self, run: RunContext, route: Route, rules: Mapping[str, guardrails.RuleLimit]
+    ) -> None:
         self._run = run
         self._route = route.name
-        self._judge = judge
+        self._rules = rules
         self._alpha = guardrails.ALPHA_FAIL / planned_looks(run)
         self._receipts: list[Receipt] = list(
             run.store.receipts(run.run_id, stage=Stage.CANARY, route=route.name, warm_up=False)
         )
         self._unseen = 0
-        self._lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="guard")
-        self._pending: list[Future[None]] = []
+        self._pool = ProcessPoolExecutor(
+            1, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
+        )
+        self._pending: list[Future[tuple[Finding, ...]]] = []
         self.looks: list[dict[str, Any]] = []
         self.decision: Decision | None = None
         """The fallback, once it has happened (also in an earlier process of this run)."""
@@ -95,13 +119,23 @@ class Guard:
             if (kept.decision.stage, kept.decision.action) == (Stage.CANARY, Action.FALL_BACK):
                 self.decision = kept.decision
 
+    def __enter__(self) -> Self:
+        # The worker is started, and has imported what it needs, before anything is timed.
+        self._look(()).result()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
     def receipt(self, receipt: Receipt) -> None:
         """Take note of a finished request; start a look when enough have come."""
         self._receipts.append(receipt)
         self._unseen += 1
         if self._unseen >= self._run.rollout.canary.look_every and self.decision is None:
             self._unseen = 0
-            self._pending.append(self._pool.submit(self._look, tuple(self._receipts)))
+            future = self._look(tuple(self._receipts))
+            self._pending.append(future)
+            future.add_done_callback(self._looked)
 
     def decide(self, request: PlannedRequest) -> PlannedRequest:
         """The last word before a request goes out: to target-only once the route fell back."""
@@ -109,24 +143,25 @@ class Guard:
             return request
         return plan.reroute(request, f"route fell back: {self.decision.findings[0].rule}")
 
-    def close(self) -> None:
-        """Wait for looks that are under way.
+    def settle(self) -> None:
+        """Wait for the looks that are under way.
 
         Raises:
             SpeccheckError: a look could not be taken.
         """
-        self._pool.shutdown(wait=True)
-        for look in self._pending:
-            look.result()
+        for future in self._pending:
+            future.result()
+        self._pending.clear()
 
-    def _look(self, receipts: Sequence[Receipt]) -> None:
-        measured = measure.measure_route(
-            receipts,
-            stage=Stage.CANARY,
-            route=self._route,
-            rng=self._run.rng("look", self._route, len(receipts)),
-        )
-        findings = self._judge(measured, self._alpha)
+    def _look(self, receipts: Sequence[Receipt]) -> Future[tuple[Finding, ...]]:
+        rng = self._run.rng("look", self._route, len(receipts))
+        return self._pool.submit(look, receipts, self._rules, self._route, self._alpha, rng)
+
+    def _looked(self, future: Future[tuple[Finding, ...]]) -> None:
+        """Take in a look (on the pool's thread); a rule that failed turns speculation off."""
+        if future.cancelled() or future.exception() is not None:
+            return  # `settle` raises it
+        findings = future.result()
         self.looks += [
             {
                 "rule": f.rule,

@@ -73,7 +73,7 @@ class RunContext:
     out: Path
     report: Reporter
     health: list[ClientHealth] = field(default_factory=list)
-    """Of every drive since the stage began; a stage empties it when it starts."""
+    """Of every drive since the stage began; `run_stage` empties it."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _arms: launch.Arms | None = None
 

@@ -481,23 +481,53 @@ class _LoopWatch:
 
 
 def _judge_health(run: _Run, watch: _LoopWatch, limits: HealthLimits) -> ClientHealth:
-    """Reasons against this client, each with its number and its limit."""
-    if not run.lags_s:
-        return _no_health("nothing was sent")
-    lag_p99_s = float(np.quantile(run.lags_s, 0.99))
     cpu_share = watch.cpu_s / watch.wall_s if watch.wall_s > 0 else math.nan
+    return _judged(run.lags_s, run.ttfts_s, watch.stall_max_s, cpu_share, run.capped, limits)
+
+
+def pooled_health(
+    drives: Sequence[ClientHealth], receipts: Sequence[Receipt], limits: HealthLimits | None = None
+) -> ClientHealth:
+    """The client's fitness over several drives of one stage, from all their receipts together.
+
+    The lag's p99 of a hundred requests is the worst of them: one hiccup would void a stage of a
+    thousand. Stalls and CPU are the worst of the drives.
+    """
+    lags_s = [
+        (r.sent_ns - r.scheduled_ns) / 1e9
+        for r in receipts
+        if r.sent_ns is not None and not r.warm_up
+    ]
+    ttfts_s = [r.ttft_s for r in receipts if r.ttft_s is not None and not r.warm_up]
+    stall_max_s = max((health.loop_stall_max_s for health in drives), default=math.nan)
+    cpu_share = max((health.cpu_share for health in drives), default=math.nan)
+    return _judged(lags_s, ttfts_s, stall_max_s, cpu_share, 0, limits or HealthLimits())
+
+
+def _judged(
+    lags_s: Sequence[float],
+    ttfts_s: Sequence[float],
+    stall_max_s: float,
+    cpu_share: float,
+    capped: int,
+    limits: HealthLimits,
+) -> ClientHealth:
+    """Reasons against this client, each with its number and its limit."""
+    if not lags_s:
+        return _no_health("nothing was sent")
+    lag_p99_s = float(np.quantile(lags_s, 0.99))
     lag_limit_s = limits.lag_floor_s
-    if run.ttfts_s:
-        lag_limit_s = max(lag_limit_s, limits.lag_share * float(np.median(run.ttfts_s)))
+    if ttfts_s:
+        lag_limit_s = max(lag_limit_s, limits.lag_share * float(np.median(ttfts_s)))
     reasons: list[str] = []
     if lag_p99_s > lag_limit_s:
-        cap = f"; {run.capped} requests waited for the cap in flight" if run.capped else ""
+        cap = f"; {capped} requests waited for the cap in flight" if capped else ""
         reasons.append(
             f"send lag p99 {lag_p99_s * 1e3:.1f} ms > limit {lag_limit_s * 1e3:.1f} ms{cap}"
         )
-    if watch.stall_max_s > limits.loop_stall_s:
+    if stall_max_s > limits.loop_stall_s:
         reasons.append(
-            f"the event loop stalled for {watch.stall_max_s * 1e3:.0f} ms "
+            f"the event loop stalled for {stall_max_s * 1e3:.0f} ms "
             f"> limit {limits.loop_stall_s * 1e3:.0f} ms"
         )
     if cpu_share > limits.cpu_share:
@@ -505,7 +535,7 @@ def _judge_health(run: _Run, watch: _LoopWatch, limits: HealthLimits) -> ClientH
             f"the client used {cpu_share:.0%} of a core > limit {limits.cpu_share:.0%}: "
             "send less, or measure from another machine"
         )
-    return ClientHealth(not reasons, tuple(reasons), lag_p99_s, watch.stall_max_s, cpu_share)
+    return ClientHealth(not reasons, tuple(reasons), lag_p99_s, stall_max_s, cpu_share)
 
 
 def _no_health(reason: str) -> ClientHealth:

@@ -335,9 +335,13 @@ class Receipt:
 
     @property
     def tpot_s(self) -> float | None:
-        """(last token - first token) / (completion tokens - 1), seconds; None under 2 tokens."""
+        """(last token - first token) / (completion tokens - 1), seconds; None under 2 tokens.
+
+        Also None where all tokens were read at one instant: our client was behind then, and 0
+        seconds per token is no measurement.
+        """
         span = _span_s(self.first_token_ns, self.last_token_ns)
-        if span is None or self.completion_tokens is None or self.completion_tokens < 2:
+        if not span or self.completion_tokens is None or self.completion_tokens < 2:
             return None
         return span / (self.completion_tokens - 1)
 

@@ -58,13 +58,15 @@ def plan_mirror(run: RunContext, routes: Sequence[Route]) -> list[PlannedRequest
         )
     protected = run.protected_prompts()
     if protected:
-        arrivals += plan.open_loop(
-            _phase(run, Sampler()),
-            protected,
-            np.sort(rng.uniform(0, total_s, round(settings.protected_rate_per_s * total_s))),
-            rng=rng,
-            arms=(Arm.TARGET_ONLY,),
-        )
+        # Mirrored as well, so that both servers carry the same load and compare fairly. The copy is
+        # no protected traffic: nobody waits for it.
+        offsets_s = np.sort(rng.uniform(0, total_s, round(settings.protected_rate_per_s * total_s)))
+        arrivals += [
+            replace(request, prompt=replace(request.prompt, priority="normal"))
+            if request.mirror
+            else request
+            for request in plan.mirror(_phase(run, Sampler()), protected, offsets_s, rng=rng)
+        ]
     half = settings.blocks // 2
     length_s = mirrored_s / half
     with_mirror = [_cut(arrivals, i * length_s, length_s) for i in range(half)]
@@ -183,7 +185,7 @@ def _protected(
     mine = [
         r
         for r in receipts
-        if r.route == PROTECTED and r.outcome == Outcome.OK and r.effective_s is not None
+        if r.priority == PROTECTED and r.outcome == Outcome.OK and r.effective_s is not None
     ]
     if not mine or not measured:
         return {"not_measured": "the corpus has no protected prompts"}

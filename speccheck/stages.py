@@ -14,7 +14,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from speccheck import (
 )
 from speccheck.config import Route, package_dir, resolve
 from speccheck.context import PROTECTED, RunContext, read_rollout, route_prompts
+from speccheck.drive import pooled_health
 from speccheck.errors import UsageError
 from speccheck.records import (
     Action,
@@ -257,22 +258,18 @@ def canary_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     settings = run.rollout.canary
     judged = Judged(evidence={"steps": [], "events": []})
     for route in sorted(routes, key=lambda r: _CONSEQUENCES.index(r.consequence)):
-
-        def judge(
-            measured: Sequence[Measurement], alpha_fail: float, name: str = route.name
-        ) -> Sequence[Finding]:
-            return _findings(run, Stage.CANARY, name, measured, alpha_fail)
-
-        guard = canary.Guard(run, route, judge)
-        for step, share in enumerate(settings.shares):
-            run.drive(
-                f"{route.name} at {share:.0%}",
-                canary.plan_step(run, route, step, share),
-                give_up_after=None,  # a server that died is for the error rule to judge
-                on_receipt=guard.receipt,
-                should_send=guard.decide,
-            )
-        guard.close()
+        with canary.Guard(run, route, _rules(run, Stage.CANARY, route.name)) as guard:
+            for step, share in enumerate(settings.shares):
+                if guard.decision is not None and step > 0:
+                    break
+                run.drive(
+                    f"{route.name} at {share:.0%}",
+                    canary.plan_step(run, route, step, share),
+                    give_up_after=None,  # a server that died is for the error rule to judge
+                    on_receipt=guard.receipt,
+                    should_send=guard.decide,
+                )
+                guard.settle()
         receipts = run.store.receipts(
             run.run_id, stage=Stage.CANARY, route=route.name, warm_up=False
         )
@@ -426,9 +423,9 @@ def _judge_route(
     fell_back: Decision | None = None,
 ) -> None:
     """Findings and decision of one route, added to what the stage found."""
-    late = [reason for health in run.health for reason in health.reasons if not health.valid]
-    if late and stage is not Stage.REPLAY:  # replay judges no times
-        reason = f"our client was late, so times are void: {late[0]}"
+    health = _health(run, stage)
+    if not health.get("valid", True) and stage is not Stage.REPLAY:  # replay judges no times
+        reason = f"our client was late, so times are void: {health['reasons'][0]}"
         if reason not in judged.reasons:
             judged.reasons.append(reason)
         measured = [
@@ -505,22 +502,17 @@ def _counts(receipts: Sequence[Receipt]) -> dict[str, int]:
 
 
 def _health(run: RunContext, stage: Stage) -> dict[str, Any]:
-    """`packet.ClientHealth`: the worst of the stage's drives, or what an earlier process kept."""
+    """`packet.ClientHealth` of a stage; what an earlier process kept if this one sent nothing."""
     if stage is Stage.FIXTURE:
         return {"not_measured": "no requests are sent"}
-    if not run.health:
-        before = run.store.get_stage(run.run_id, stage)
-        if before is not None:
-            kept: dict[str, Any] = before.evidence["client_health"]
-            return kept
+    if run.health:
+        receipts = run.store.receipts(run.run_id, stage=stage, warm_up=False)
+        return asdict(pooled_health(run.health, receipts))
+    before = run.store.get_stage(run.run_id, stage)
+    if before is None:
         return {"not_measured": "everything had been sent by an earlier process"}
-    return {
-        "valid": all(health.valid for health in run.health),
-        "reasons": [reason for health in run.health for reason in health.reasons],
-        "lag_p99_s": max(health.lag_p99_s for health in run.health),
-        "loop_stall_max_s": max(health.loop_stall_max_s for health in run.health),
-        "cpu_share": max(health.cpu_share for health in run.health),
-    }
+    kept: dict[str, Any] = before.evidence["client_health"]
+    return kept
 
 
 def _now() -> str:

@@ -166,7 +166,7 @@ CREATE VIEW timings AS SELECT *,
     (last_token_ns - scheduled_ns) / 1e9 AS effective_s,   -- our own waiting counts
     (first_token_ns - scheduled_ns) / 1e9 AS queue_age_s,  -- how long it waited to be served
     (sent_ns - scheduled_ns) / 1e9 AS lag_s,               -- how late the client was
-    CASE WHEN completion_tokens >= 2
+    CASE WHEN completion_tokens >= 2 AND last_token_ns <> first_token_ns
         THEN (last_token_ns - first_token_ns) / 1e9 / (completion_tokens - 1)
     END AS tpot_s                                          -- per token after the first
 FROM receipts;

@@ -56,10 +56,6 @@ def line(number: int, item: Item, n_tokens: int) -> dict[str, Any]:
     # A few prompts use what speculation is known to break: stop strings and structured output.
     if item.task == "sql" and number % 6 == 0:
         prompt |= {"stop": [";"], "features": ["stop"]}
-    if item.task == "json" and number % 8 == 0:
-        named = {"name": "answer", "schema": item.extra["schema"]}
-        response_format = {"type": "json_schema", "json_schema": named}
-        prompt |= {"response_format": response_format, "features": ["json_schema"]}
     return prompt
 
 

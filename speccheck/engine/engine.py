@@ -102,11 +102,11 @@ class Engine:
 
     def warm_up(self) -> None:
         """Run the shapes of a first request once, so that it does not pay for first-time work."""
+        models = [self.model]
+        if isinstance(self._drafter, ModelDrafter):
+            models.append(self._drafter.model)
         ids = [0] * min(64, self.max_model_len - 1)
-        for model in [
-            self.model,
-            *([d.model] if isinstance(d := self._drafter, ModelDrafter) else []),
-        ]:
+        for model in models:
             cache = KVCache(model.config, 1)
             cache.fit(len(ids), 1)
             model.forward(cache, 0, [0], [ids], last_only=True)

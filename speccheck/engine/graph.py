@@ -35,8 +35,8 @@ _OPSET = 18
 def initializer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of the float32 weights the graph expects at load time.
 
-    The query, key and value projections are one matrix, as are gate and up: fewer products over
-    the same weights. All matrices are (inputs, outputs), the transpose of Hugging Face's layout.
+    The query, key and value projections are one matrix: fewer, larger steps. All matrices are
+    (inputs, outputs), the transpose of Hugging Face's layout.
     """
     hidden, width = config.hidden_size, config.intermediate_size
     heads, kv_heads, size = config.n_heads, config.n_kv_heads, config.head_size
@@ -52,7 +52,7 @@ def initializer_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         shapes[f"{layer}.qkv"] = (hidden, (heads + 2 * kv_heads) * size)
         shapes[f"{layer}.o"] = (heads * size, hidden)
         shapes[f"{layer}.mlp_norm"] = (hidden,)
-        shapes[f"{layer}.gate_up"] = (hidden, 2 * width)
+        shapes[f"{layer}.gate"] = shapes[f"{layer}.up"] = (hidden, width)
         shapes[f"{layer}.down"] = (width, hidden)
     return shapes
 
@@ -63,15 +63,14 @@ def build_graph(config: LlamaConfig) -> bytes:
     Inputs (int64 unless said): `tokens` (T), `pad_index` (B, S) which token of T fills each padded
     cell, `pack_index` (T) which cell of B*S holds each token, `positions` (B, S), `logit_rows` (R)
     the tokens of T whose logits are wanted, `past_mask` float32 (B, 1, 1, P) and `block_mask`
-    float32 (1, 1, S*G, S) added to the scores (G query heads share a key head; rows run over
-    position, then head), `past_key.i` and `past_value.i` float32 (B, kv_heads, P, head_size).
+    float32 (1, 1, G*S, S) added to the scores (G query heads share a key head; rows run over
+    head, then position), `past_key.i` and `past_value.i` float32 (B, kv_heads, P, head_size).
     Outputs, float32: `logits` (R, vocab), `new_kv` (2*layers*B, kv_heads, S, head_size): the keys
     of all layers, then the values.
     """
     from onnx import TensorProto, helper  # only at build time; the product ships the result
 
     heads, kv_heads, size = config.n_heads, config.n_kv_heads, config.head_size
-    groups = heads // kv_heads
     nodes: list[Any] = []
     constants: list[Any] = []
 
@@ -84,25 +83,15 @@ def build_graph(config: LlamaConfig) -> bytes:
         constants.append(helper.make_tensor(name, TensorProto.INT64, [len(dims)], dims))
         return name
 
-    shape("q_5d", [0, 0, kv_heads, groups, size])
-    shape("kv_4d", [0, 0, kv_heads, size])
-    shape("tokens_2d", [-1, heads * size])
-    shape("qkv_sizes", [(heads + kv_heads) * size, kv_heads * size])
-    shape("qk_sizes", [heads * size, kv_heads * size])
-    shape("mlp_sizes", [config.intermediate_size] * 2)
-    shape("one", [1])
-    # Run-time shapes that need B and S: (B, kv_heads, S*G, size) and (B, S*G...) back again.
-    node("Shape", ["pad_index"], ["bs"])
-    node("Split", ["bs"], ["b", "s"], num_outputs=2)
-    shape("groups", [groups])
-    node("Mul", ["s", "groups"], ["sg"])
-    shape("kv_heads", [kv_heads])
-    shape("size", [size])
-    shape("group_size", [groups * size])
-    node("Concat", ["b", "kv_heads", "sg", "size"], ["q_4d"], axis=0)
-    node("Concat", ["b", "kv_heads", "s", "group_size"], ["context_4d"], axis=0)
+    # In a reshape 0 keeps a dimension and -1 is what is left, so B and S need not be known.
+    shape("all_heads", [0, 0, heads + 2 * kv_heads, size])
+    shape("grouped", [0, kv_heads, -1, size])
+    shape("ungrouped", [0, heads, -1, size])
+    shape("cells", [-1, heads * size])
+    shape("qkv_heads", [heads, kv_heads, kv_heads])
     node("Shape", ["past_mask"], ["past_len"], start=3, end=4)
-    node("Concat", ["past_len", "s"], ["score_sizes"], axis=0)
+    node("Shape", ["block_mask"], ["block_len"], start=3, end=4)
+    node("Concat", ["past_len", "block_len"], ["score_sizes"], axis=0)
 
     scale = size**-0.5
     node("Gather", ["embed", "tokens"], ["h.0"], axis=0)
@@ -130,21 +119,14 @@ def build_graph(config: LlamaConfig) -> bytes:
             )
         node("MatMul", [p + "x", p + "qkv"], [p + "qkv_t"])
         node("Gather", [p + "qkv_t", "pad_index"], [p + "qkv_bs"], axis=0)
-        node("Split", [p + "qkv_bs", "qkv_sizes"], [p + "qk", p + "v_bs"], axis=-1)
-        node(
-            "RotaryEmbedding",
-            [p + "qk", "positions", "cos", "sin"],
-            [p + "qk_rot"],
-            ms=True,
-        )
-        node("Split", [p + "qk_rot", "qk_sizes"], [p + "q_bs", p + "k_bs"], axis=-1)
-        node("Reshape", [p + "q_bs", "q_5d"], [p + "q5"])
-        node("Transpose", [p + "q5"], [p + "q5t"], perm=[0, 2, 1, 3, 4])
-        node("Reshape", [p + "q5t", "q_4d"], [p + "q"])
-        for part, names in (("k", new_keys), ("v", new_values)):
-            node("Reshape", [p + part + "_bs", "kv_4d"], [p + part + "4"])
-            node("Transpose", [p + part + "4"], [p + part], perm=[0, 2, 1, 3])
-            names.append(p + part)
+        node("Reshape", [p + "qkv_bs", "all_heads"], [p + "qkv_bshd"])
+        node("Transpose", [p + "qkv_bshd"], [p + "qkv_bhsd"], perm=[0, 2, 1, 3])
+        node("Split", [p + "qkv_bhsd", "qkv_heads"], [p + "q0", p + "k0", p + "v"], axis=1)
+        node("RotaryEmbedding", [p + "q0", "positions", "cos", "sin"], [p + "q1"], ms=True)
+        node("RotaryEmbedding", [p + "k0", "positions", "cos", "sin"], [p + "k"], ms=True)
+        node("Reshape", [p + "q1", "grouped"], [p + "q"])
+        new_keys.append(p + "k")
+        new_values.append(p + "v")
         score = {"ms": True, "transB": 1, "alpha": scale}
         node("FusedMatMul", [p + "q", f"past_key.{i}"], [p + "sp0"], **score)
         node("Add", [p + "sp0", "past_mask"], [p + "sp"])
@@ -156,9 +138,9 @@ def build_graph(config: LlamaConfig) -> bytes:
         node("MatMul", [p + "wp", f"past_value.{i}"], [p + "cp"])
         node("MatMul", [p + "wn", p + "v"], [p + "cn"])
         node("Add", [p + "cp", p + "cn"], [p + "c"])
-        node("Reshape", [p + "c", "context_4d"], [p + "c4"])
-        node("Transpose", [p + "c4"], [p + "c4t"], perm=[0, 2, 1, 3])
-        node("Reshape", [p + "c4t", "tokens_2d"], [p + "c_bs"])
+        node("Reshape", [p + "c", "ungrouped"], [p + "c_bhsd"])
+        node("Transpose", [p + "c_bhsd"], [p + "c_bshd"], perm=[0, 2, 1, 3])
+        node("Reshape", [p + "c_bshd", "cells"], [p + "c_bs"])
         node("Gather", [p + "c_bs", "pack_index"], [p + "c_t"], axis=0)
         node("MatMul", [p + "c_t", p + "o"], [p + "attention"])
         node(
@@ -169,10 +151,10 @@ def build_graph(config: LlamaConfig) -> bytes:
             epsilon=config.rms_norm_eps,
         )
         residual = p + "h2"
-        node("MatMul", [p + "y", p + "gate_up"], [p + "gu"])
-        node("Split", [p + "gu", "mlp_sizes"], [p + "gate", p + "up"], axis=-1)
-        node("QuickGelu", [p + "gate"], [p + "silu"], ms=True, alpha=1.0)  # x * sigmoid(1 * x)
-        node("Mul", [p + "silu", p + "up"], [p + "m"])
+        node("MatMul", [p + "y", p + "gate"], [p + "g"])
+        node("MatMul", [p + "y", p + "up"], [p + "u"])
+        node("QuickGelu", [p + "g"], [p + "silu"], ms=True, alpha=1.0)  # x * sigmoid(1 * x)
+        node("Mul", [p + "silu", p + "u"], [p + "m"])
         delta = node("MatMul", [p + "m", p + "down"], [p + "mlp"])
 
     node("Gather", [residual, "logit_rows"], ["rows_h"], axis=0)
@@ -198,7 +180,7 @@ def build_graph(config: LlamaConfig) -> bytes:
         value("positions", TensorProto.INT64, ["B", "S"]),
         value("logit_rows", TensorProto.INT64, ["R"]),
         value("past_mask", TensorProto.FLOAT, ["B", 1, 1, "P"]),
-        value("block_mask", TensorProto.FLOAT, [1, 1, "SG", "S"]),
+        value("block_mask", TensorProto.FLOAT, [1, 1, "GS", "S"]),
     ]
     inputs += [
         value(f"past_{what}.{i}", TensorProto.FLOAT, cache_shape)

@@ -151,9 +151,8 @@ def read_weights(folder: Path, config: LlamaConfig) -> dict[str, Floats]:
             hidden,
         )
         weights[f"{i}.o"] = matrix([(attention + "o_proj.weight", hidden)], q_width)
-        weights[f"{i}.gate_up"] = matrix(
-            [(mlp + "gate_proj.weight", width), (mlp + "up_proj.weight", width)], hidden
-        )
+        weights[f"{i}.gate"] = matrix([(mlp + "gate_proj.weight", width)], hidden)
+        weights[f"{i}.up"] = matrix([(mlp + "up_proj.weight", width)], hidden)
         weights[f"{i}.down"] = matrix([(mlp + "down_proj.weight", hidden)], width)
     weights["norm"] = take("model.norm.weight", hidden)
     weights["embed"] = take("model.embed_tokens.weight", config.vocab_size, hidden)

@@ -119,9 +119,9 @@ def _counting(n: int) -> Ints:
 
 @lru_cache(maxsize=16)  # a long prompt's is megabytes
 def _block_mask(width: int, groups: int) -> Floats:
-    """Causal mask within the new block, (1, 1, width*groups, width)."""
+    """Causal mask within the new block, (1, 1, groups*width, width)."""
     mask = np.where(np.tri(width, dtype=bool), _SEEN, _MASKED)
-    return np.repeat(mask, groups, axis=0)[None, None]
+    return np.tile(mask, (groups, 1))[None, None]
 
 
 def _read_graph(folder: Path, config: LlamaConfig) -> bytes:
