@@ -208,6 +208,8 @@ def steps_evidence(
         if not mine:
             continue
         moved = sum(r.decision == "fell_back" for r in mine)
+        later = any(r.phase == phase_name(route, step + 1) for r in receipts)
+        broke = guard.decision is not None and not later
         rows.append(
             {
                 "step": f"{route}, step {step + 1}",
@@ -217,9 +219,9 @@ def steps_evidence(
                 "ended_s": (max(r.done_ns or r.scheduled_ns for r in mine) - origin_ns) / 1e9,
                 "speculative_n": sum(r.arm == Arm.SPECULATIVE for r in mine),
                 "target_n": sum(r.arm == Arm.TARGET_ONLY for r in mine),
-                "verdict": "fail" if moved else "pass",
+                "verdict": "fail" if broke else "pass",
                 "why": f"the route fell back; {moved} requests went to target-only instead"
-                if moved
+                if broke
                 else "no guardrail failed",
                 "looks": guard.looks if step == 0 else [],
             }

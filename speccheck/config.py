@@ -184,7 +184,8 @@ class FixtureConfig(Model):
 
     table: str = PACKAGED
     seeds: Positive = 20_000
-    trace_seeds: tuple[Count, ...] = (18, 0, 1)
+    trace_seeds: tuple[Count, ...] | None = None
+    """Runs to write down step by step; None picks one that accepts, corrects and discards."""
 
 
 class ReplayConfig(Model):

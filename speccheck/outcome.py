@@ -17,6 +17,7 @@ from typing import Any
 from speccheck import decision, launch, matrix, packet
 from speccheck.context import STORE_NAME
 from speccheck.errors import ExitCode, StoreError, UsageError
+from speccheck.lossless import CaseStatus
 from speccheck.records import (
     Action,
     Answer,
@@ -206,6 +207,7 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
         [r for r in receipts if r.phase not in _RERUNS],
         rng=np.random.default_rng([run.seed, len(receipts)]),
         limits=_matrix_limits(run.config),
+        quality=_case_status(store, run_id),
     )
     results = {
         str(stage): result.evidence
@@ -246,6 +248,15 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
 
 _RERUNS = ("greedy-confirm", "sampled-confirm")
 """Phases of reruns: they ask suspects again and would bias every figure they went into."""
+
+
+def _case_status(store: Store, run_id: str) -> dict[str, CaseStatus]:
+    """What replay found of each prompt."""
+    replayed = store.get_stage(run_id, Stage.REPLAY)
+    if replayed is None:
+        return {}
+    found: dict[str, CaseStatus] = replayed.evidence["evidence"].get("case_status", {})
+    return found
 
 
 def _latest_arms(known: Sequence[ArmDescription]) -> dict[Arm, ArmDescription]:

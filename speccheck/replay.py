@@ -360,9 +360,12 @@ def evidence(
     prompts: Sequence[Prompt],
     sampled_runs: int,
 ) -> dict[str, Any]:
-    """`packet.ReplayEvidence`."""
+    """`packet.ReplayEvidence`, and each prompt's case status for the matrix: a regression at either
+    temperature stands, else the sampled one.
+    """
     regressions: list[dict[str, Any]] = []
     improvements = judged = 0
+    statuses: dict[str, str] = {}
     quality: list[dict[str, Any]] = []
     for phases, label, runs in _temperatures(run, sampled_runs):
         by_task: dict[str, list[lossless.Case]] = defaultdict(list)
@@ -370,6 +373,8 @@ def evidence(
             case = graded.case(prompt, phases, _kind(asked, prompt, phases))
             status = lossless.case_status(case, runs)
             improvements += status == "improvement"
+            if statuses.get(prompt.prompt_id) != "regression":
+                statuses[prompt.prompt_id] = status
             if status != "not_applicable":
                 by_task[prompt.task].append(case)
                 judged += phases == GREEDY_PHASES
@@ -383,6 +388,7 @@ def evidence(
         "quality": quality,
         "divergences": _divergences(asked, prompts),
         "noise_floor": _noise_floor(graded, asked, prompts),
+        "case_status": statuses,
     }
 
 

@@ -211,7 +211,10 @@ def _protected(
         "ratio": measured[0].estimate,
         "limit": finding.limit if finding is not None else None,
         "verdict": finding.verdict.word if finding is not None else "inconclusive",
-        "why": finding.why if finding is not None else "no rule limits the delay",
+        "why": finding.why
+        if finding is not None
+        else "no rule limits the delay (max_protected_delay); where servers share cores, as the "
+        "embedded pair does, the mirror itself slows everybody",
     }
 
 

@@ -38,6 +38,7 @@ from speccheck.config import Route, package_dir, resolve
 from speccheck.context import PROTECTED, RunContext, read_rollout, route_prompts
 from speccheck.drive import pooled_health
 from speccheck.errors import UsageError
+from speccheck.law import Table
 from speccheck.records import (
     Action,
     Decision,
@@ -132,7 +133,7 @@ def fixture_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         algorithm=algorithm,
         draft_sampling=draft_sampling,
         n_seeds=settings.seeds,
-        trace_seeds=settings.trace_seeds,
+        trace_seeds=settings.trace_seeds or _worked_seeds(table, algorithm, draft_sampling),
         chi2_sf=stats.chi2_sf,
     )
     texts = [fixture.format_trace(trace) for trace in result.traces]
@@ -145,6 +146,20 @@ def fixture_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         reasons=list(result.reasons),
         verdict=Verdict[result.verdict.upper()],
     )
+
+
+def _worked_seeds(table: Table, algorithm: str, draft_sampling: str) -> tuple[int, ...]:
+    """Seeds 0 and 1, and before them the first whose first round shows every kind of step.
+
+    That is: two drafts accepted, one corrected and one discarded untested. A table too small for
+    that has none.
+    """
+    for seed in range(2_000):
+        record = fixture.trace(table, seed, algorithm=algorithm, draft_sampling=draft_sampling)
+        counters = record["rounds"][0]["counters"]
+        if (counters["accepted"], counters["rejected"], counters["discarded"]) == (2, 1, 1):
+            return tuple(dict.fromkeys((seed, 0, 1)))
+    return (0, 1)
 
 
 def _verification(speculation: Mapping[str, Any]) -> tuple[str, str]:
