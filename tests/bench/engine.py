@@ -3,7 +3,9 @@
 Run it as `python tests/bench/engine.py [--quick]`. Both arms run in one process, in alternating
 blocks on the same prompts, so that a busy machine slows both; figures are medians over blocks and
 the speed-up is the median of the ratios of neighbouring blocks. Tokens per second include reading
-the prompts, as a client would see it. Temperature 0: the arms must say the same, which is checked.
+the prompts, as a client would see it; `tpot` is the speed-up of what follows the first token: the
+median over requests of target-only TPOT / speculative TPOT. Temperature 0: the arms must say the
+same, and the last column counts answers that differ.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Block:
 
     tokens_per_s: float
     answers: dict[int, list[int]]
+    tpot_s: dict[int, float]
     accepted: int
     drafted: int
     rounds: int
@@ -66,7 +69,9 @@ def main() -> None:
     for arm in arms:
         arm.warm_up()
     print(f"one thread per model session, k = {options.k}, {options.method}, temperature 0")
-    print(f"{'task':<11}{'c':>3}{'target-only':>13}{'speculative':>13}{'ratio':>7}", end="")
+    print(
+        f"{'task':<11}{'c':>3}{'target-only':>13}{'speculative':>13}{'ratio':>7}{'tpot':>7}", end=""
+    )
     print(f"{'accepted':>10}{'tok/step':>10}{'tokens':>8}{'differ':>8}")
     for task in tasks:
         prompts = load(task, arms[0])
@@ -107,6 +112,7 @@ def run(engine: Engine, asked: list[tuple[tuple[int, ...], int]], level: int) ->
     """A closed loop: `level` requests in flight until all are answered."""
     waiting = deque(enumerate(asked))
     answers: dict[int, list[int]] = {i: [] for i in range(len(asked))}
+    tpot_s: dict[int, float] = {}
     accepted = drafted = rounds = 0
     start = time.perf_counter()
     while waiting or engine.n_unfinished:
@@ -115,14 +121,17 @@ def run(engine: Engine, asked: list[tuple[tuple[int, ...], int]], level: int) ->
             params = SamplingParams(temperature=0.0, max_tokens=limit)
             engine.add(Request(str(i), ids, params, arrival_s=engine.clock()))
         for output in engine.step():
-            answers[int(output.request_id)] += output.token_ids
-            if output.stats:
-                accepted += sum(output.stats.accepted_per_step)
-                drafted += sum(output.stats.drafted_per_step)
-                rounds += output.stats.n_steps - 1
+            name, stats = int(output.request_id), output.stats
+            answers[name] += output.token_ids
+            if stats and stats.n_output > 1:
+                decode_s = stats.last_token_s - stats.first_token_s
+                tpot_s[name] = decode_s / (stats.n_output - 1)
+                accepted += sum(stats.accepted_per_step)
+                drafted += sum(stats.drafted_per_step)
+                rounds += stats.n_steps - 1
     elapsed = time.perf_counter() - start
     n_tokens = sum(map(len, answers.values()))
-    return Block(n_tokens / elapsed, answers, accepted, drafted, rounds)
+    return Block(n_tokens / elapsed, answers, tpot_s, accepted, drafted, rounds)
 
 
 def report(task: str, level: int, target_only: list[Block], speculative: list[Block]) -> None:
@@ -130,12 +139,13 @@ def report(task: str, level: int, target_only: list[Block], speculative: list[Bl
     pairs = list(zip(target_only, speculative, strict=True))
     a, b = (statistics.median(x.tokens_per_s for x in arm) for arm in (target_only, speculative))
     ratio = statistics.median(s.tokens_per_s / t.tokens_per_s for t, s in pairs)
+    tpot = statistics.median(t.tpot_s[i] / s.tpot_s[i] for t, s in pairs for i in t.tpot_s)
     last = speculative[-1]
     differ = sum(last.answers[i] != ids for i, ids in target_only[-1].answers.items())
     rate = last.accepted / last.drafted if last.drafted else float("nan")
     # The first token of an answer comes from its prompt, not from a step.
     per_step = (last.n_tokens - len(last.answers)) / last.rounds if last.rounds else float("nan")
-    print(f"{task:<11}{level:>3}{a:>13.0f}{b:>13.0f}{ratio:>6.2f}x", end="")
+    print(f"{task:<11}{level:>3}{a:>13.0f}{b:>13.0f}{ratio:>6.2f}x{tpot:>6.2f}x", end="")
     print(f"{rate:>10.2f}{per_step:>10.2f}{last.n_tokens:>8}{differ:>8}", flush=True)
 
 
