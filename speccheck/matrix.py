@@ -2,15 +2,18 @@
 
 Speed-up depends on the traffic: the task, the lengths, the temperature and above all the load. So
 the matrix has one row per cohort with the verdict (speculate with k, target-only, inconclusive)
-and, for each no, the reason. Each load level is judged by itself, and where the average over a
-route says something else than its cohorts, that is said.
+and, for each no, the reason. Each stage and load level is judged by itself, and where the average
+over a route says something else than its cohorts, that is said.
+
+Replay and shadow send each prompt to both arms, so their cohorts are compared in pairs. A canary
+sends each request to one arm: its cohorts have rows of their own, compared as independent samples.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -22,20 +25,20 @@ from speccheck.measure import (
     ALPHA,
     LATENCIES,
     QUANTILES,
-    Pairing,
     is_control,
     is_error,
     is_refused,
     pair_receipts,
     used_options,
 )
-from speccheck.records import Arm, Estimate, Outcome, Receipt
+from speccheck.records import Arm, Estimate, Outcome, Receipt, Stage
 from speccheck.speed import Costs, break_even_acceptance, saved_passes, saved_passes_measured
 
 MatrixVerdict = Literal["speculate", "target_only", "inconclusive"]
 
 DIMENSIONS = (
     "route",
+    "stage",
     "concurrency",
     "task",
     "priority",
@@ -46,6 +49,13 @@ DIMENSIONS = (
     "language",
 )
 """What makes a cohort, most important first. Small cohorts are pooled from the end."""
+
+NEVER_POOLED = 2
+"""Route and stage: what is left of a route's canary is not thrown in with its replay."""
+
+_STAGES = tuple(stage.value for stage in Stage)
+_OPEN_LOOP = (Stage.SHADOW, Stage.CANARY)
+"""Stages whose load is an arrival rate; their `concurrency` only bounds what is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +68,7 @@ class LatencyCell:
     target_s: float
     speculative_s: float
     ratio: Estimate
-    """Speculative over target-only, paired."""
+    """Speculative over target-only, within pairs if the cohort has them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +76,8 @@ class KResult:
     """What one proposal length did in a cohort; `e2e_ratio` decides, never acceptance alone."""
 
     k: int
-    n_pairs: int
+    n: int
+    """What the ratio rests on: pairs, or completed requests of the smaller arm."""
     e2e_ratio: Estimate
     acceptance: Estimate | None
     mean_acceptance_length: Estimate | None
@@ -85,6 +96,7 @@ class MatrixRow:
     n_speculative: int
     n_pairs: int
     unpaired: int
+    """Requests that should have a partner and have none."""
     k: int | None
     """Proposal length that the numbers belong to; None where nothing was drafted."""
     by_k: tuple[KResult, ...]
@@ -111,6 +123,8 @@ class MatrixRow:
     """One plain sentence."""
     share: float = 1.0
     """Share of all requests in the matrix."""
+    is_paired: bool = True
+    """False for a canary: each request ran on one arm, so the arms are independent samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +133,49 @@ class Matrix:
 
     rows: tuple[MatrixRow, ...]
     warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Arms:
+    """Both arms' receipts of a cohort, and which of them are compared."""
+
+    target: tuple[Receipt, ...]
+    """All of the arm, completed or not."""
+    speculative: tuple[Receipt, ...]
+    compared: tuple[tuple[Receipt, ...], tuple[Receipt, ...]]
+    """Completed, target-only and speculative; those at the same place are pairs if `is_paired`."""
+    unpaired: int
+    """Receipts that should have a partner and have none."""
+    is_paired: bool
+
+    @property
+    def n(self) -> int:
+        """Pairs, or completed requests of the smaller arm."""
+        return min(map(len, self.compared))
+
+    def timed(
+        self, get: Callable[[Receipt], float | None]
+    ) -> tuple[Sequence[Receipt], Sequence[Receipt]]:
+        """The compared receipts that carry a time; of a pair both must."""
+        target, speculative = self.compared
+        if not self.is_paired:
+            return (
+                [r for r in target if get(r) is not None],
+                [r for r in speculative if get(r) is not None],
+            )
+        both = [
+            (t, s)
+            for t, s in zip(target, speculative, strict=True)
+            if get(t) is not None and get(s) is not None
+        ]
+        return [t for t, _ in both], [s for _, s in both]
+
+    def times(self, get: Callable[[Receipt], float | None]) -> tuple[list[float], list[float]]:
+        """The times of `timed`."""
+        target, speculative = (
+            [value for r in side if (value := get(r)) is not None] for side in self.timed(get)
+        )
+        return target, speculative
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +199,8 @@ def workload_matrix(
     min_pairs: int = 20,
 ) -> Matrix:
     """Cohorts to rows. `costs` is the calibration per concurrency; `quality` is each prompt's case
-    status; cohorts of fewer than `min_pairs` pairs are pooled, and named.
+    status; cohorts of fewer than `min_pairs` pairs (in a canary: completed requests of the smaller
+    arm) are pooled, and named.
     """
     counted = [r for r in receipts if not r.warm_up and not is_control(r)]
     rows = [
@@ -169,7 +227,9 @@ def _cohort_key(receipt: Receipt, dimensions: int) -> tuple[str, ...]:
 
 def _cohort_name(key: Sequence[str]) -> str:
     cohort = dict(zip(DIMENSIONS, key, strict=True))
-    parts = [cohort.pop("route")]
+    parts = [cohort.pop("route"), cohort.pop("stage")]
+    if parts[1] in _OPEN_LOOP:
+        del cohort["concurrency"]
     for dimension, value in cohort.items():
         if value in ("any", "", "unknown") or (dimension, value) in (
             ("priority", "normal"),
@@ -178,6 +238,8 @@ def _cohort_name(key: Sequence[str]) -> str:
             continue
         label = dimension.removesuffix("_band")
         parts.append(value if label in ("task", "priority") else f"{label} {value}")
+    if set(cohort.values()) == {"any"}:
+        parts.append("the rest")
     return ", ".join(parts)
 
 
@@ -187,26 +249,56 @@ def _cohorts(
     """Disjoint cohorts, each of at least `min_pairs` pairs as far as possible, with what they pool.
 
     Starting from all dimensions, cohorts that are too small are joined by dropping one dimension
-    after the other, least important first; what is left at the end is the rest of its route.
+    after the other, least important first; what is left at the end is the rest of its route in
+    that stage.
     """
     found = []
     rest = list(receipts)
-    for dimensions in range(len(DIMENSIONS), 0, -1):
+    for dimensions in range(len(DIMENSIONS), NEVER_POOLED - 1, -1):
         groups: dict[tuple[str, ...], list[Receipt]] = defaultdict(list)
         for r in rest:
             groups[_cohort_key(r, dimensions)].append(r)
         rest = []
         for key, members in groups.items():
-            if len(pair_receipts(members).pairs) < min_pairs and dimensions > 1:
+            if _arms(members).n < min_pairs and dimensions > NEVER_POOLED:
                 rest += members
                 continue
+            whole = _cohort_key(members[0], len(DIMENSIONS))
             names = {_cohort_name(_cohort_key(r, len(DIMENSIONS))) for r in members}
-            found.append((key, tuple(sorted(names)) if len(names) > 1 else (), members))
+            found.append(
+                (key, tuple(sorted(names)), members) if len(names) > 1 else (whole, (), members)
+            )
     return sorted(found, key=lambda cohort: [_natural(part) for part in cohort[0]])
 
 
 def _natural(text: str) -> tuple[int, int, str]:
+    """Numbers by size, stages in their order, the rest by name."""
+    if text in _STAGES:
+        return (0, _STAGES.index(text), "")
     return (0, int(text), "") if text.isdigit() else (1, 0, text)
+
+
+def _arms(members: Sequence[Receipt]) -> _Arms:
+    """Both arms of receipts of one stage.
+
+    In a canary, what a fallback moved to target-only counts there, on the arm that answered it:
+    there is no partner that it came too late for.
+    """
+    if any(r.stage != Stage.CANARY for r in members):
+        pairing = pair_receipts(members)
+        pairs = pairing.pairs
+        return _Arms(
+            pairing.target,
+            pairing.speculative,
+            (tuple(t for t, _ in pairs), tuple(s for _, s in pairs)),
+            pairing.unpaired,
+            is_paired=True,
+        )
+    latest = {(r.pair_id, r.arm): r for r in sorted(members, key=lambda r: r.attempt)}.values()
+    target = tuple(r for r in latest if r.arm == Arm.TARGET_ONLY)
+    speculative = tuple(r for r in latest if r.arm == Arm.SPECULATIVE)
+    done = [tuple(r for r in side if r.outcome == Outcome.OK) for side in (target, speculative)]
+    return _Arms(target, speculative, (done[0], done[1]), 0, is_paired=False)
 
 
 def _row(
@@ -221,35 +313,36 @@ def _row(
     quality: Mapping[str, CaseStatus],
     min_pairs: int,
 ) -> MatrixRow:
-    everything = pair_receipts(members)
-    by_k = {k: pair_receipts(group) for k, group in _by_k(members).items()}
-    results = tuple(_k_result(k, pairing) for k, pairing in sorted(by_k.items()) if pairing.pairs)
+    everything = _arms(members)
+    by_k = {k: _arms(group) for k, group in _by_k(members).items()}
+    results = tuple(_k_result(k, arms) for k, arms in sorted(by_k.items()) if arms.n)
     best, tie = _best_k(results)
-    pairing = by_k[best.k] if best else everything
+    arms = by_k[best.k] if best else everything
     k = best.k if best and best.k > 0 else None
-    spec = pairing.speculative
-    drafting = [r for r in spec if r.proposed_tokens and r.accepted_tokens is not None]
+    spec = arms.speculative
+    drafting = _drafting(spec)
     load = key[DIMENSIONS.index("concurrency")]
     cost = costs.get(int(load)) if load.isdigit() else None
-    modelled, measured_share, note = _saved(pairing, drafting, k, cost)
+    modelled, measured_share, note = _saved(arms, drafting, k, cost)
     status = Counter(quality[p] for p in {r.prompt_id for r in members} if p in quality)
     known = [r for r in drafting if r.verify_steps and r.target_passes]
-    cells = tuple(_cells(pairing, rng))
+    cells = tuple(_cells(arms, rng))
     refused = [r for r in everything.speculative if is_refused(r)]
+    acceptance, length = _acceptance(spec)
     row = MatrixRow(
         cohort=dict(zip(DIMENSIONS, key, strict=True)),
         name=_cohort_name(key),
         pooled=pooled,
-        n_target=len(pairing.target),
+        n_target=len(arms.target),
         n_speculative=len(spec),
-        n_pairs=len(pairing.pairs),
+        n_pairs=arms.n if arms.is_paired else 0,
         unpaired=everything.unpaired,
         k=k,
         by_k=results,
         drafted=sum(r.proposed_tokens or 0 for r in drafting),
         accepted=sum(r.accepted_tokens or 0 for r in drafting),
-        acceptance=best.acceptance if best else None,
-        mean_acceptance_length=best.mean_acceptance_length if best else None,
+        acceptance=acceptance,
+        mean_acceptance_length=length,
         draft_coverage=sum(r.verify_steps or 0 for r in known)
         / sum(r.target_passes or 0 for r in known)
         if known
@@ -268,43 +361,49 @@ def _row(
         verdict="inconclusive",
         why="",
         share=len(members) / total,
+        is_paired=arms.is_paired,
     )
     verdict, why = _judge_row(
-        row, refused=refused, cost=cost, limits=limits, min_pairs=min_pairs, tie=tie
+        row, n=arms.n, refused=refused, cost=cost, limits=limits, min_pairs=min_pairs, tie=tie
     )
     return replace(row, verdict=verdict, why=why)
 
 
 def _by_k(members: Sequence[Receipt]) -> dict[int, list[Receipt]]:
-    """Speculative receipts by proposal length (0: nothing proposed), with their partners."""
+    """Speculative receipts by proposal length (0: nothing proposed), with what they are compared
+    with: their partners, or in a canary all of target-only.
+    """
+    alone = [r for r in members if r.arm == Arm.TARGET_ONLY and r.stage == Stage.CANARY]
     partners: dict[str, list[Receipt]] = defaultdict(list)
     for r in members:
-        if r.arm == Arm.TARGET_ONLY:
+        if r.arm == Arm.TARGET_ONLY and r.stage != Stage.CANARY:
             partners[r.pair_id].append(r)
-    groups: dict[int, list[Receipt]] = defaultdict(list)
+    groups: dict[int, list[Receipt]] = defaultdict(lambda: list(alone))
     for r in members:
         if r.arm == Arm.SPECULATIVE:
             groups[r.k or 0] += [r, *partners[r.pair_id]]
     return groups
 
 
-def _k_result(k: int, pairing: Pairing) -> KResult:
-    times = [
-        (a, b)
-        for t, s in pairing.pairs
-        if (a := t.e2e_s) is not None and (b := s.e2e_s) is not None
-    ]
-    ratio = stats.geometric_mean_ratio([a for a, _ in times], [b for _, b in times], alpha=ALPHA)
-    drafting = [
-        r for r in pairing.speculative if r.proposed_tokens and r.accepted_tokens is not None
-    ]
+def _k_result(k: int, arms: _Arms) -> KResult:
+    target, speculative = arms.times(LATENCIES["e2e"])
+    ratio = stats.geometric_mean_ratio if arms.is_paired else stats.unpaired_mean_ratio
+    return KResult(
+        k, arms.n, ratio(target, speculative, alpha=ALPHA), *_acceptance(arms.speculative)
+    )
+
+
+def _drafting(receipts: Iterable[Receipt]) -> list[Receipt]:
+    return [r for r in receipts if r.proposed_tokens and r.accepted_tokens is not None]
+
+
+def _acceptance(receipts: Iterable[Receipt]) -> tuple[Estimate | None, Estimate | None]:
+    """Acceptance rate and mean acceptance length of all that drafted, paired or not."""
+    drafting = _drafting(receipts)
     A = [r.accepted_tokens or 0 for r in drafting]
     D = [r.proposed_tokens or 0 for r in drafting]
     steps = [r.verify_steps or 0 for r in drafting]
-    return KResult(
-        k,
-        len(pairing.pairs),
-        ratio,
+    return (
         stats.acceptance_rate(A, D, alpha=ALPHA) if drafting else None,
         stats.mean_acceptance_length(A, steps, alpha=ALPHA) if any(steps) else None,
     )
@@ -334,7 +433,7 @@ def _differ(a: Estimate, b: Estimate) -> bool:
 
 
 def _saved(
-    pairing: Pairing, drafting: Sequence[Receipt], k: int | None, cost: Costs | None
+    arms: _Arms, drafting: Sequence[Receipt], k: int | None, cost: Costs | None
 ) -> tuple[float | None, float | None, str]:
     """Saved target passes as a share of the delivered decode tokens: modelled, measured, note."""
     notes = []
@@ -358,41 +457,44 @@ def _saved(
         drafted = sum(r.proposed_tokens or 0 for r in counted)
         rounds = sum(r.verify_steps or 0 for r in counted)
         modelled = saved_passes(accepted, drafted, rounds, k, cost) / tokens
-    timed = [(t, s) for t, s in pairing.pairs if t.tpot_s is not None and s.tpot_s is not None]
-    target_tokens = sum((t.completion_tokens or 1) - 1 for t, _ in timed)
-    target_s = sum((t.tpot_s or 0.0) * ((t.completion_tokens or 1) - 1) for t, _ in timed)
-    delivered = sum((s.completion_tokens or 1) - 1 for _, s in timed)
+    target, speculative = arms.timed(LATENCIES["tpot"])
+    target_tokens = sum((t.completion_tokens or 1) - 1 for t in target)
+    target_s = sum((t.tpot_s or 0.0) * ((t.completion_tokens or 1) - 1) for t in target)
+    delivered = sum((s.completion_tokens or 1) - 1 for s in speculative)
     if not delivered or not target_s:
-        notes.append("measured: not estimated, no pair with token times")
+        what = "pair" if arms.is_paired else "request"
+        notes.append(f"measured: not estimated, no {what} with token times on both arms")
         return modelled, None, "; ".join(notes)
-    measured_passes = saved_passes_measured([s for _, s in timed], target_s / target_tokens)
+    measured_passes = saved_passes_measured(speculative, target_s / target_tokens)
     return modelled, measured_passes / delivered, "; ".join(notes)
 
 
 _CELL_MINIMUM = {"p50": 10, "p95": 59, "p99": 299}
-"""Pairs below which a quantile's ratio is not shown: no upper limit at 95 % could exist."""
+"""Pairs (or requests of the smaller arm) below which a quantile's ratio is not shown: no upper
+limit at 95 % could exist.
+"""
 
 
-def _cells(pairing: Pairing, rng: np.random.Generator) -> Iterable[LatencyCell]:
+def _cells(arms: _Arms, rng: np.random.Generator) -> Iterable[LatencyCell]:
     for name in ("ttft", "tpot", "e2e"):
-        get = LATENCIES[name]
-        known = [
-            (a, b)
-            for t, s in pairing.pairs
-            if (a := get(t)) is not None and (b := get(s)) is not None
-        ]
-        shown = {q: p for q, p in QUANTILES.items() if len(known) >= _CELL_MINIMUM[q]}
+        target, speculative = arms.times(LATENCIES[name])
+        n = min(len(target), len(speculative))
+        shown = {q: p for q, p in QUANTILES.items() if n >= _CELL_MINIMUM[q]}
         if not shown:
             continue
-        target, speculative = (np.array(side) for side in zip(*known, strict=True))
-        draws = stats.bootstrap_quantile_ratios(target, speculative, tuple(shown.values()), rng=rng)
+        if arms.is_paired:
+            draws = stats.bootstrap_quantile_ratios(
+                target, speculative, tuple(shown.values()), rng=rng
+            )
+            ratios = {p: draws.estimate(p, alpha=ALPHA) for p in shown.values()}
+        else:
+            ratios = {
+                p: stats.order_statistic_ratio(target, speculative, p, alpha=ALPHA)
+                for p in shown.values()
+            }
         for q, p in shown.items():
             yield LatencyCell(
-                name,
-                q,
-                stats.quantile(target, p),
-                stats.quantile(speculative, p),
-                draws.estimate(p, alpha=ALPHA),
+                name, q, stats.quantile(target, p), stats.quantile(speculative, p), ratios[p]
             )
 
 
@@ -403,6 +505,7 @@ def _interval(e: Estimate) -> str:
 def _judge_row(
     row: MatrixRow,
     *,
+    n: int,
     refused: Sequence[Receipt],
     cost: Costs | None,
     limits: MatrixLimits,
@@ -411,7 +514,8 @@ def _judge_row(
 ) -> tuple[MatrixVerdict, str]:
     if row.cohort["priority"] == "protected":
         return "target_only", "protected traffic: speculation must never delay it"
-    if refused and row.n_pairs < row.refused:
+    units = "pairs" if row.is_paired else "requests on each arm"
+    if refused and n < row.refused:
         return "target_only", f"this server refuses it when speculating: {_refused_why(refused)}"
     if row.quality_regressions:
         return "target_only", (
@@ -419,8 +523,9 @@ def _judge_row(
             " with speculation and pass it each time without"
         )
     ratio = row.e2e_ratio
-    if ratio is None or not ratio.is_known or row.n_pairs < min_pairs:
-        return "inconclusive", f"too little evidence: {row.n_pairs} pairs, {min_pairs} needed"
+    if ratio is None or not ratio.is_known or n < min_pairs:
+        have = f"{n} pairs" if row.is_paired else f"{n} completed requests on the smaller arm"
+        return "inconclusive", f"too little evidence: {have}, {min_pairs} needed"
     if row.k is None or not row.drafted:
         return "target_only", "nothing was drafted here, so nothing can be saved"
     tail = next((c for c in row.latency if (c.metric, c.quantile) == ("tpot", "p95")), None)
@@ -443,7 +548,7 @@ def _judge_row(
             f"with k {row.k} requests take {_interval(ratio)} times as long as target-only{also}"
         )
     needed = stats.needed_for_interval(ratio, 1 / limits.min_speedup)
-    more = f", about {needed} more pairs would decide" if needed else ""
+    more = f", about {needed} more {units} would decide" if needed else ""
     return "inconclusive", (
         f"requests take {_interval(ratio)} times as long as target-only: undecided{more}"
     )
@@ -455,7 +560,11 @@ def _cause(row: MatrixRow, cost: Costs | None) -> str:
         return "the requests carry no acceptance counts"
     known = cost is not None and row.k in cost.verify
     needed = break_even_acceptance(row.k, cost) if cost is not None and known else 0.3
-    at = f"at concurrency {row.cohort['concurrency']}"
+    at = (
+        "at this load"
+        if row.cohort["stage"] in _OPEN_LOOP
+        else f"at concurrency {row.cohort['concurrency']}"
+    )
     if row.acceptance.value < needed:
         break_even = f", break-even {at} is {needed:.2f}" if known else ""
         return f"acceptance is low ({row.acceptance.value:.2f}{break_even})"
@@ -472,41 +581,43 @@ def _refused_why(refused: Sequence[Receipt]) -> str:
 
 
 def _reversals(rows: Sequence[MatrixRow], receipts: Sequence[Receipt]) -> list[str]:
-    """Where the average over a route says one thing and its cohorts another (Simpson)."""
+    """Where the average over a route says one thing and its cohorts another (Simpson).
+
+    Within a stage: the stages send different traffic.
+    """
     found = []
-    for route in sorted({r.route for r in receipts}):
+    for route, stage in sorted(
+        {(r.route, r.stage) for r in receipts}, key=lambda x: (x[0], _STAGES.index(x[1]))
+    ):
         here = [
             row
             for row in rows
-            if row.cohort["route"] == route
+            if (row.cohort["route"], row.cohort["stage"]) == (route, stage)
             and row.cohort["priority"] != "protected"
             and row.e2e_ratio is not None
             and row.e2e_ratio.is_known
         ]
         if len(here) < 2:
             continue
-        overall = _unweighted_ratio([r for r in receipts if r.route == route])
+        overall = _unweighted_ratio([r for r in receipts if (r.route, r.stage) == (route, stage)])
         slower = [row for row in here if row.e2e_ratio and row.e2e_ratio.low > 1]
         faster = [row for row in here if row.e2e_ratio and row.e2e_ratio.high < 1]
+        average = f"route {route}, {stage}: on average requests take {overall:.3g} times as long"
         if overall < 1 and slower:
-            found.append(
-                f"route {route}: on average requests take {overall:.3g} times as long, yet they get"
-                f" slower in: {'; '.join(row.name for row in slower)}"
-            )
+            names = "; ".join(row.name for row in slower)
+            found.append(f"{average}, yet they get slower in: {names}")
         if overall > 1 and faster:
-            found.append(
-                f"route {route}: on average requests take {overall:.3g} times as long, yet they get"
-                f" faster in: {'; '.join(row.name for row in faster)}"
-            )
+            names = "; ".join(row.name for row in faster)
+            found.append(f"{average}, yet they get faster in: {names}")
     return found
 
 
 def _unweighted_ratio(receipts: Sequence[Receipt]) -> float:
     """Mean e2e over all completed requests of each arm: the number a dashboard would show."""
-    pairing = pair_receipts(r for r in receipts if r.priority != "protected")
+    arms = _arms([r for r in receipts if r.priority != "protected"])
 
     def mean(side: Sequence[Receipt]) -> float:
         times = [r.e2e_s for r in side if r.outcome == Outcome.OK and r.e2e_s is not None]
         return sum(times) / len(times) if times else math.nan
 
-    return mean(pairing.speculative) / mean(pairing.target)
+    return mean(arms.speculative) / mean(arms.target)

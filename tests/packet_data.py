@@ -272,7 +272,7 @@ def cohort(
     name: str, verdict: str, why: str, ratio: tuple[float, float, float], **changes: Any
 ) -> MatrixRow:
     """A matrix row around an e2e ratio."""
-    route, *_, task = name.split(", ")
+    route, stage, *_, task = name.split(", ")
     load = "16"
     value, low, high = ratio
     e2e = estimate(value, low, high)
@@ -289,7 +289,13 @@ def cohort(
         if quantile != "p99"
     )
     row = MatrixRow(
-        cohort={"route": route, "concurrency": load, "task": task, "prompt_band": "64-255"},
+        cohort={
+            "route": route,
+            "stage": stage,
+            "concurrency": load,
+            "task": task,
+            "prompt_band": "64-255",
+        },
         name=name,
         pooled=(),
         n_target=150,
@@ -328,7 +334,7 @@ def matrix_rows() -> list[MatrixRow]:
         for load, ratio in ((4, 0.61), (16, 0.68), (64, 0.93)):
             rows.append(
                 cohort(
-                    f"{route}, concurrency {load}, {task}",
+                    f"{route}, replay, concurrency {load}, {task}",
                     "speculate",
                     f"with k 4 requests take {ratio} ({ratio - 0.04:.2f} to {ratio + 0.04:.2f}) "
                     "times as long as target-only",
@@ -337,14 +343,25 @@ def matrix_rows() -> list[MatrixRow]:
             )
     rows += [
         cohort(
-            "code-complete, concurrency 64, code",
+            "code-complete, replay, concurrency 64, code",
             "target_only",
             "TPOT p95 is 1.29 (1.21 to 1.38) times target-only, over 1.1; it costs more than it "
             "saves at concurrency 64 (acceptance 0.58 is not the cause)",
             (1.24, 1.17, 1.31),
         ),
         cohort(
-            "sql-report, concurrency 16, sql",
+            "code-complete, canary, code",
+            "target_only",
+            "requests take 1.42 (1.22 to 1.66) times as long as target-only; it costs more than it "
+            "saves at this load (acceptance 0.66 is not the cause)",
+            (1.42, 1.22, 1.66),
+            is_paired=False,
+            n_target=124,
+            n_speculative=36,
+            n_pairs=0,
+        ),
+        cohort(
+            "sql-report, replay, concurrency 16, sql",
             "target_only",
             "nothing to gain: requests take 0.998 (0.985 to 1.01) times as long as target-only",
             (0.998, 0.985, 1.011),
@@ -355,7 +372,7 @@ def matrix_rows() -> list[MatrixRow]:
             k=2,
         ),
         cohort(
-            "sql-report, concurrency 16, sql, features json_schema",
+            "sql-report, replay, concurrency 16, sql, features json_schema",
             "target_only",
             "2 of 40 prompts fail their check each time with speculation and pass it each time "
             "without",
@@ -364,7 +381,7 @@ def matrix_rows() -> list[MatrixRow]:
             quality_cases=40,
         ),
         cohort(
-            "prose-draft, concurrency 4, prose, temperature high",
+            "prose-draft, replay, concurrency 4, prose, temperature high",
             "target_only",
             "requests take 1.07 (1.02 to 1.12) times as long as target-only; acceptance is low "
             "(0.21, break-even at concurrency 4 is 0.29)",
@@ -375,7 +392,7 @@ def matrix_rows() -> list[MatrixRow]:
             saved_modelled=-0.05,
         ),
         cohort(
-            "prose-draft, rest of the route",
+            "prose-draft, replay, the rest",
             "inconclusive",
             "too little evidence: 11 pairs, 20 needed",
             (0.95, 0.7, 1.3),
@@ -383,12 +400,15 @@ def matrix_rows() -> list[MatrixRow]:
             n_speculative=13,
             n_pairs=11,
             unpaired=5,
-            pooled=("prose-draft, concurrency 16, prose", "prose-draft, concurrency 64, prose"),
+            pooled=(
+                "prose-draft, replay, concurrency 16, prose",
+                "prose-draft, replay, concurrency 64, prose",
+            ),
             latency=(),
             quality_cases=0,
         ),
         cohort(
-            "support-chat, concurrency 4, support, features min_p",
+            "support-chat, replay, concurrency 4, support, features min_p",
             "target_only",
             "this server refuses it when speculating: min_p",
             (1, 1, 1),
@@ -566,8 +586,8 @@ def decisions(found: Sequence[Finding]) -> list[Decision]:
 
 
 BEWARE = (
-    "route prose-draft: on average requests take 0.98 times as long, yet they get slower in: "
-    "prose-draft, concurrency 4, prose, temperature high"
+    "route prose-draft, replay: on average requests take 0.98 times as long, yet they get slower "
+    "in: prose-draft, replay, concurrency 4, prose, temperature high"
 )
 
 REGRESSIONS: list[dict[str, Any]] = [

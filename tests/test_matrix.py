@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from rule_receipts import pair, pairs
+from rule_receipts import pair, pairs, receipt
 
 from speccheck import matrix
 from speccheck.records import to_json
@@ -40,6 +40,7 @@ def test_crossover_with_load(rng):
             speculative_ms=s,
             acceptance=0.58,
             concurrency=load,
+            stage="replay",
             phase=f"load-{load}",
             first=150 * j,
         )
@@ -75,6 +76,7 @@ def test_proposal_length_is_chosen_by_time(rng):
                 target_ms=target,
                 speculative_ms=ms,
                 concurrency=load,
+                stage="replay",
                 phase=f"load-{load}-k{k}",
                 first=60 * j,
                 noise=0.06,
@@ -91,7 +93,7 @@ def test_proposal_length_is_chosen_by_time(rng):
 
 def test_low_acceptance_is_named_as_the_reason(rng):
     """Where drafts miss, the reason is acceptance; with a calibration it is said against it."""
-    receipts = pairs(rng, 100, target_ms=10, speculative_ms=14, acceptance=0.06)
+    receipts = pairs(rng, 100, target_ms=10, speculative_ms=14, acceptance=0.06, stage="replay")
     plain = rows(receipts, rng).rows[0]
     assert plain.verdict == "target_only"
     assert "acceptance is low (0.06)" in plain.why
@@ -148,9 +150,105 @@ def test_small_cohorts_are_pooled_and_named(rng):
     assert sum(r.share for r in found.rows) == pytest.approx(1)
     pooled = next(r for r in found.rows if r.pooled)
     assert {name.split(", ")[2] for name in pooled.pooled} == {"sql", "rag"}
+    assert pooled.name == "chat, shadow, the rest"
     assert (pooled.verdict, pooled.n_pairs) == ("inconclusive", 10)
     assert "10 pairs, 20 needed" in pooled.why
     assert any("language de" in r.name for r in found.rows)
+
+
+def canary(rng, n, *, share=0.25, first=0, target_ms=20.0, speculative_ms=30.0, **fields):
+    """One receipt per request, on one arm by a fixed pattern."""
+    found = []
+    for number in range(first, first + n):
+        speculative = number % round(1 / share) == 0
+        arm = "speculative" if speculative else "target_only"
+        counts = {"accepted_tokens": int(rng.binomial(100, 0.04))} if speculative else {}
+        found.append(
+            receipt(
+                number,
+                arm,
+                stage="canary",
+                phase="step-1",
+                concurrency=64,
+                decision="speculate" if speculative else "target_only",
+                tpot_ms=(speculative_ms if speculative else target_ms) * rng.lognormal(0, 0.1),
+                **counts | fields,
+            )
+        )
+    return found
+
+
+def test_a_canary_is_compared_without_pairs(rng):
+    """Its row counts every request of both arms, says that it is unpaired, and gives a reason."""
+    receipts = canary(rng, 160)
+    (row,) = rows(receipts, rng).rows
+    assert (row.is_paired, row.n_pairs, row.unpaired) == (False, 0, 0)
+    assert (row.n_speculative, row.n_target) == (40, 120)
+    mine = [r for r in receipts if r.arm == "speculative"]
+    assert (row.drafted, row.accepted) == (4000, sum(r.accepted_tokens for r in mine))
+    assert row.acceptance.value == row.accepted / 4000
+    assert row.mean_acceptance_length.value == pytest.approx(1 + row.accepted / (25 * 40))
+    assert row.draft_coverage == 1
+    assert row.verdict == "target_only"
+    assert "acceptance is low (0.04)" in row.why
+    assert row.name.startswith("chat, canary")
+    # 50 ms + 63 tokens at 30 and at 20 ms, by hand
+    assert row.e2e_ratio.value == pytest.approx(1.94 / 1.31, rel=0.06)
+    assert row.e2e_ratio.low < row.e2e_ratio.value < row.e2e_ratio.high
+    assert "unpaired" in row.e2e_ratio.method
+    assert {cell.quantile for cell in row.latency} == {"p50"}
+    assert row.saved_measured == pytest.approx(1 - 30 / 20, abs=0.1)
+
+
+def test_a_canary_that_pays_is_a_yes(rng):
+    """Independent samples can say yes too."""
+    (row,) = rows(canary(rng, 160, share=0.5, speculative_ms=10.0), rng).rows
+    assert (row.verdict, row.k) == ("speculate", 4)
+    assert {cell.quantile for cell in row.latency} == {"p50", "p95"}
+
+
+def test_a_canary_never_stands_in_a_row_with_pairs(rng):
+    """However small both are: same route, same task, two rows."""
+    small = pairs(rng, 5, concurrency=64) + canary(rng, 12, first=100)
+    found = rows(small, rng).rows
+    assert [(r.cohort["stage"], r.n_pairs) for r in found] == [("shadow", 5), ("canary", 0)]
+    assert "3 completed requests on the smaller arm, 20 needed" in found[1].why
+    assert found[1].drafted == 300
+    assert found[1].acceptance is not None
+
+
+def test_canary_cohorts_are_formed_by_their_smaller_arm(rng):
+    """With fewer than 20 requests on one arm a cohort is pooled, whatever the other has."""
+    receipts = canary(rng, 160, task="json")
+    receipts += canary(rng, 60, first=200, task="sql") + canary(rng, 60, first=300, task="rag")
+    found = rows(receipts, rng).rows
+    assert [(r.cohort["task"], r.n_speculative, r.n_target) for r in found] == [
+        ("any", 30, 90),
+        ("json", 40, 120),
+    ]
+    assert len(found[0].pooled) == 2
+
+
+def test_what_fell_back_counts_on_the_arm_that_answered(rng):
+    """A request that a fallback moved to target-only is one of target-only's."""
+    receipts = canary(rng, 160)
+    moved = [
+        replace(r, decision="fell_back") if r.arm == "target_only" and i % 2 else r
+        for i, r in enumerate(receipts)
+    ]
+    assert any(r.decision == "fell_back" for r in moved)
+    (row,) = rows(moved, rng).rows
+    assert (row.n_speculative, row.n_target) == (40, 120)
+
+
+def test_a_canary_does_not_bend_the_average_of_the_pairs(rng):
+    """A route whose mirrored traffic gets faster gets no warning for what its canary did."""
+    receipts = pairs(rng, 40, speculative_ms=10, task="json")
+    receipts += pairs(rng, 40, first=40, speculative_ms=12, task="sql")
+    receipts += canary(rng, 400, first=100, target_ms=2.0, speculative_ms=60.0)
+    found = rows(receipts, rng)
+    assert [r.cohort["stage"] for r in found.rows] == ["shadow", "shadow", "canary"]
+    assert found.warnings == ()
 
 
 def test_nothing_to_gain_is_target_only(rng):

@@ -16,6 +16,7 @@ from speccheck.packet.view import Figure, Mark, Missing
 LABEL_CHARS = 28
 """Longest cohort name in a chart; the row's number stands beside it."""
 
+NOT_TIMED = "nothing was timed on both arms"
 METRIC_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "e2e": "e2e"}
 COHORT_MARKS = {
     "speculate": Mark("speculate", "✓", "good"),
@@ -52,6 +53,7 @@ def _cohort(number: int, row: MatrixRow) -> view.CohortRow:
         share=Figure("share of all requests", row.share, "share"),
         dimensions=setting_lines(row.cohort),
         pooled=row.pooled,
+        is_paired=row.is_paired,
         n_pairs=row.n_pairs,
         n_target=row.n_target,
         n_speculative=row.n_speculative,
@@ -64,12 +66,12 @@ def _cohort(number: int, row: MatrixRow) -> view.CohortRow:
         saved_modelled=known(row.saved_modelled, _saved_note(row, "modelled"), "share"),
         saved_measured=known(row.saved_measured, _saved_note(row, "measured"), "share"),
         latency=tuple(_latency(metric, row) for metric in ("ttft", "tpot", "e2e")),
-        e2e_ratio=interval(row.e2e_ratio, "ratio", "no pair was timed"),
+        e2e_ratio=interval(row.e2e_ratio, "ratio", NOT_TIMED),
         by_k=tuple(
             view.ProposalLine(
                 k=one.k,
-                n_pairs=one.n_pairs,
-                e2e_ratio=interval(one.e2e_ratio, "ratio", "no pair was timed"),
+                n=one.n,
+                e2e_ratio=interval(one.e2e_ratio, "ratio", NOT_TIMED),
                 acceptance=interval(one.acceptance, "share", no_drafts),
                 mean_acceptance_length=interval(one.mean_acceptance_length, "tokens", no_drafts),
             )
@@ -107,7 +109,12 @@ def _latency(metric: str, row: MatrixRow) -> view.LatencyGroup:
     ]
     short = [quantile for quantile in ("p50", "p95", "p99") if quantile not in cells]
     if short:
-        lines.append(Missing(f"{row.n_pairs} pairs are too few for {listed(short)}"))
+        have = (
+            f"{row.n_pairs} pairs"
+            if row.is_paired
+            else f"{min(row.n_target, row.n_speculative)} requests on the smaller arm"
+        )
+        lines.append(Missing(f"{have} are too few for {listed(short)}"))
     return view.LatencyGroup(METRIC_NAMES[metric], tuple(lines))
 
 
@@ -115,7 +122,7 @@ def _matrix_chart(rows: Sequence[MatrixRow]) -> view.Chart | Missing:
     bars = []
     table: list[tuple[view.Cell, ...]] = []
     for number, row in enumerate(rows, 1):
-        ratio = interval(row.e2e_ratio, "ratio", "no pair was timed")
+        ratio = interval(row.e2e_ratio, "ratio", NOT_TIMED)
         if isinstance(ratio, Missing):
             continue
         name = row.name.replace("concurrency ", "c ")
@@ -128,13 +135,13 @@ def _matrix_chart(rows: Sequence[MatrixRow]) -> view.Chart | Missing:
         ]
         table.append((number, row.name, ratio.n, Figure("", ratio.value, "ratio"), *bounds))
     if not bars:
-        return Missing("no cohort has a timed pair")
+        return Missing("no cohort was timed on both arms")
     return view.Chart(
         name="cohorts",
         title="e2e of speculative over target-only, by cohort",
         description="Each line is a cohort, numbered as in the table, c its concurrency: mean "
-        "ratio of paired e2e times with its interval. Left of 1 is faster. Crosses stay "
-        "target-only, hollow circles are inconclusive.",
+        "ratio of e2e times with its interval, within pairs except in the canary. Left of 1 is "
+        "faster. Crosses stay target-only, hollow circles are inconclusive.",
         table=view.ChartTable(("row", "cohort", "n", "ratio", "low", "high"), tuple(table)),
         picture=Ratios(tuple(bars), None, "e2e ratio"),
     )

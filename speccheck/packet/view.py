@@ -298,7 +298,8 @@ class ProposalLine:
     """What one proposal length did in a cohort."""
 
     k: int
-    n_pairs: int
+    n: int
+    """Pairs, or where unpaired the completed requests of the smaller arm."""
     e2e_ratio: Interval | Missing
     acceptance: Interval | Missing
     mean_acceptance_length: Interval | Missing
@@ -316,6 +317,8 @@ class CohortRow:
     share: Figure
     dimensions: tuple[Setting, ...]
     pooled: tuple[str, ...]
+    is_paired: bool
+    """False for a canary, which sends each request to one arm."""
     n_pairs: int
     n_target: int
     n_speculative: int
