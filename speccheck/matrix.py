@@ -202,7 +202,7 @@ def workload_matrix(
     status; cohorts of fewer than `min_pairs` pairs (in a canary: completed requests of the smaller
     arm) are pooled, and named.
     """
-    counted = [r for r in receipts if not r.warm_up and not is_control(r)]
+    counted = _protect_copies([r for r in receipts if not r.warm_up and not is_control(r)])
     rows = [
         _row(
             key,
@@ -218,6 +218,18 @@ def workload_matrix(
         for key, pooled, members in _cohorts(counted, min_pairs)
     ]
     return Matrix(tuple(rows), tuple(_reversals(rows, counted)))
+
+
+def _protect_copies(receipts: Sequence[Receipt]) -> list[Receipt]:
+    """A mirrored copy of protected traffic runs at normal priority; its cohort is its original's.
+
+    Else the pair would meet only where priorities are pooled, in a row that could say "speculate".
+    """
+    protected = {(r.stage, r.route, r.pair_id) for r in receipts if r.priority == "protected"}
+    return [
+        replace(r, priority="protected") if (r.stage, r.route, r.pair_id) in protected else r
+        for r in receipts
+    ]
 
 
 def _cohort_key(receipt: Receipt, dimensions: int) -> tuple[str, ...]:

@@ -111,6 +111,17 @@ def test_protected_traffic_is_never_speculated_on(rng):
     assert "protected" in found.why
 
 
+def test_the_copy_of_protected_traffic_is_protected(rng):
+    """A mirrored copy at normal priority does not make its pair a candidate for speculation."""
+    receipts = [
+        replace(r, priority="protected") if r.arm == "target_only" else r
+        for r in pairs(rng, 60, speculative_ms=5)
+    ]
+    (row,) = rows(receipts, rng).rows
+    assert (row.verdict, row.n_pairs, row.unpaired) == ("target_only", 60, 0)
+    assert "protected" in row.why
+
+
 def test_refused_cohorts_stay_on_target_only(rng):
     """A cohort that the server refuses gets the option's name as its reason."""
     receipts = [
