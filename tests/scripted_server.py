@@ -305,8 +305,9 @@ class ScriptedServer:
                 if reader.at_eof() or writer.is_closing():
                     raise ConnectionResetError
                 continue
-            writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
+            # Before the write: on a busy machine the client may read before this thread goes on.
             seen.sent_at_ns.append(time.perf_counter_ns())
+            writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
             await writer.drain()
         writer.write(b"0\r\n\r\n")
         await writer.drain()

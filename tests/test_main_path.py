@@ -103,6 +103,7 @@ def test_the_same_command_again_sends_nothing(finished: tuple[Path, dict]) -> No
     with Store.read(folder / "speccheck-run" / "receipts.duckdb") as store:
         before = len(store.receipts(told["run_id"]))
     done = speccheck("run", "--keep-going", "--json", cwd=folder)
+    assert done.stdout, done.stderr
     again = json.loads(done.stdout)
     assert again["run_id"] == told["run_id"]
     assert again["decisions"] == told["decisions"]
