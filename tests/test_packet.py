@@ -535,10 +535,55 @@ def test_an_interval_shows_each_bound_on_its_side(
     assert pages.interval(value, 1.1) == shown
 
 
-def test_limits_are_never_rounded() -> None:
-    """A limit is printed as the rules have it."""
-    assert pages.exact(0.055555, "share") == "5.5555 %"
-    assert pages.exact(1.1, "ratio") == "1.1"
+@pytest.mark.parametrize(
+    ("limit", "unit", "shown"),
+    [
+        (1 / 1.05, "ratio", "0.9524"),
+        (0.55, "share", "55 %"),
+        (0.01, "share", "1 %"),
+        (1.1, "ratio", "1.1"),
+        (12345, "count", "12,345"),
+        (0, "count", "0"),
+    ],
+)
+def test_a_limit_has_four_digits_at_most(limit: float, unit: str, shown: str) -> None:
+    """No digits are printed that nobody needs, and no zeros behind the last."""
+    assert pages.limit_text(limit, unit) == shown
+    far = Interval(limit + 1, limit + 0.5, None, 100, "bootstrap", 0.05, unit)
+    assert pages.limit_text(limit, unit, far) == shown
+
+
+@pytest.mark.parametrize(
+    ("value", "low", "limit", "shown"),
+    [
+        (0.9524, 0.9, "0.95238", "0.9524 [0.900, 0.960]"),
+        (0.95238, 0.9, "0.9524", "0.952 [0.900, 0.960]"),
+        (0.955, 0.952381, "0.95238", "0.955 [0.9524, 0.960]"),
+    ],
+)
+def test_a_limit_has_as_many_digits_as_its_neighbours_need(
+    value: float, low: float, limit: str, shown: str
+) -> None:
+    """What is printed beside a limit lies on its side of what is printed of the limit."""
+    near = Interval(value, low, 0.96, 100, "bootstrap", 0.05, "ratio")
+    assert pages.limit_text(1 / 1.05, "ratio", near) == limit
+    assert pages.interval(near, 1 / 1.05) == shown
+
+
+@given(st.floats(0.001, 1000), st.floats(0.001, 1000), st.sampled_from(["ratio", "share", "ms"]))
+def test_a_printed_value_lies_on_its_side_of_the_printed_limit(
+    value: float, limit: float, unit: str
+) -> None:
+    """Also for a value a hair from its limit, whatever both are cut to."""
+    for near in (value, limit * (1 + 1e-7), math.nextafter(limit, math.inf), limit):
+        one = Interval(near, near, near, 100, "count", 0.05, unit)
+        texts = pages.interval(one, limit), pages.limit_text(limit, unit, one)
+        shown, bound = (Decimal(re.sub(r"[^0-9.]", "", text)) for text in texts)
+        assert (shown < bound, shown > bound) == (near < limit, near > limit), texts
+
+
+def test_a_missing_figure_says_why() -> None:
+    """The reason stands in the cell."""
     assert pages.figure(Missing("n 3 is under 20")) == "not measured: n 3 is under 20"
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import jinja2
     from markupsafe import Markup
 
-DIGITS = 3
+DIGITS, LIMIT_DIGITS = 3, 4
 SHOWN_CASES, SHOWN_CHARS = 40, 4000
 """What a page shows of very many or very long texts; packet.json has all of them."""
 BRIEF_CHARS = 400
@@ -105,7 +105,7 @@ def environment(finalize: Callable[[Any], Any]) -> jinja2.Environment:
         "interval": interval,
         "value": _point,
         "bounds": bounds,
-        "limit": exact,
+        "limit": limit_text,
         "count": _thousands,
         "sentence": _sentence,
         "clip": _clip,
@@ -233,11 +233,31 @@ def rounded(value: float, limits: Iterable[float] = (), *, shift: int = 0) -> st
     return f"{shown:,f}".replace("-", "−")
 
 
-def exact(limit: float, unit: str) -> str:
-    """A limit as it was written in the rules, never rounded."""
+def limit_text(limit: float, unit: str, value: Interval | Missing | None = None) -> str:
+    """A limit in four digits, or as many as keep it on its side of what is printed beside it.
+
+    Rules are short (0.55), but what they turn into need not be: a speed-up of at least 1.05 is a
+    ratio of at most 0.952380952...
+
+    >>> limit_text(1 / 1.05, "ratio"), limit_text(0.055, "share"), limit_text(12345, "count")
+    ('0.9524', '5.5 %', '12,345')
+    """
     shift, ending = _scale(limit, unit)
-    number = Decimal(repr(float(limit))).scaleb(shift).normalize()
+    number = _shown_limit(limit, value).scaleb(shift).normalize()
     return f"{number:,f}{ending}".replace("-", "−")
+
+
+def _shown_limit(limit: float, value: Interval | Missing | None) -> Decimal:
+    exact = Decimal(repr(float(limit)))
+    beside = (value.value, value.low, value.high) if isinstance(value, Interval) else ()
+    sides = [Decimal(repr(float(x))) for x in beside if x is not None]
+    shown = exact
+    for digits in range(LIMIT_DIGITS, 20):
+        places = max(0, digits - 1 - exact.adjusted()) if exact else 0
+        shown = exact.quantize(Decimal(1).scaleb(-places))
+        if all(side.compare(shown) == side.compare(exact) for side in sides):
+            break
+    return shown
 
 
 def figure(value: Any, limit: float | None = None) -> str:
@@ -245,12 +265,12 @@ def figure(value: Any, limit: float | None = None) -> str:
     if isinstance(value, Missing):
         return f"not measured: {value.not_measured}"
     if isinstance(value, Figure):
-        return _number(value.value, value.unit, limit)
+        return _number(value.value, value.unit, () if limit is None else (limit,))
     return _thousands(value) if isinstance(value, int) else str(value)
 
 
 def interval(value: Interval | Missing, limit: float | None = None) -> str:
-    """`value [low, high]`, each on its side of the limit."""
+    """`value [low, high]`, each on its side of the limit, as it is and as it is printed."""
     if isinstance(value, Missing):
         return f"not measured: {value.not_measured}"
     point = _point(value, limit)
@@ -258,21 +278,26 @@ def interval(value: Interval | Missing, limit: float | None = None) -> str:
 
 
 def _point(value: Interval, limit: float | None = None) -> str:
-    return _number(value.value, value.unit, limit)
+    return _number(value.value, value.unit, _limits_beside(value, limit))
 
 
 def bounds(value: Interval, limit: float | None = None) -> str:
     """`[low, high]`; a unit that stands behind the value is not said again."""
     unit = "" if value.unit == "s" else _scale(value.value, value.unit)[1]
+    limits = _limits_beside(value, limit)
     low, high = (
-        "no bound" if bound is None else _number(bound, value.unit, limit).removesuffix(unit)
+        "no bound" if bound is None else _number(bound, value.unit, limits).removesuffix(unit)
         for bound in (value.low, value.high)
     )
     return f"[{low}, {high}]"
 
 
-def _number(value: float, unit: str, limit: float | None = None) -> str:
-    limits = [] if limit is None else [limit]
+def _limits_beside(value: Interval, limit: float | None) -> tuple[float, ...]:
+    return () if limit is None else (limit, float(_shown_limit(limit, value)))
+
+
+def _number(value: float, unit: str, beside: Iterable[float] = ()) -> str:
+    limits = [*beside]
     match unit:
         case "share" | "p":
             limits += [0, 1]
