@@ -398,6 +398,11 @@ def decided(*actions: tuple[str, Action, str], error: str = "") -> RunEvidence:
             ExitCode.COULD_NOT_JUDGE,
             "Could not judge: inconclusive 1 of 1 route",
         ),
+        (
+            decided(("a", Action.PROMOTE, "canary"), ("b", Action.PROMOTE, "shadow")),
+            ExitCode.PASS,
+            "Promote 1, passes shadow 1 of 2 routes",
+        ),
         (decided(), ExitCode.COULD_NOT_JUDGE, "Nothing decided"),
     ],
 )
@@ -409,6 +414,22 @@ def test_headline_and_exit_code_follow_the_decisions(
     assert view.exit_code == code
     assert view.exit_meaning == code.meaning
     assert view.headline == headline
+
+
+def test_only_the_canary_promotes(tmp_path: Path) -> None:
+    """A yes of an earlier stage says that the stage is passed, in all three files."""
+    made = decided(("a", Action.PROMOTE, "replay"), ("a", Action.PROMOTE, "canary"))
+    view, files = written(made, tmp_path)
+    words = [line.mark.word for line in view.findings[0].decisions]
+    assert words == ["passes replay", "promote"]
+    assert "**passes replay**: why" in files["packet.md"]
+    assert "**promote** after canary: why" in files["packet.md"]
+    text = Page(files["packet.html"]).text
+    assert "✓ passes replay: why" in text
+    assert "promote after replay" not in text
+    early = build_view(decided(("a", Action.PROMOTE, "shadow")))
+    assert early.headline == "Passes shadow 1 of 1 route"
+    assert "only the canary promotes" in early.summary
 
 
 def test_a_later_yes_does_not_undo_an_earlier_no() -> None:

@@ -17,8 +17,9 @@ from speccheck.packet.cohorts import matrix_view
 from speccheck.packet.compared import comparison_view, not_proved
 from speccheck.packet.evidence import RunEvidence
 from speccheck.packet.judged import (
-    ACTION_MARKS,
+    decision_mark,
     final_decisions,
+    only_passes,
     route_findings,
     route_line,
     stage_line,
@@ -36,6 +37,7 @@ _SENTENCES = {
     Action.INCONCLUSIVE: "The evidence does not decide {}.",
     Action.PROMOTE: "It may run on {}.",
 }
+_PASSES = "Nothing speaks against it so far on {}; only the canary promotes."
 
 
 def build_view(evidence: RunEvidence) -> view.PacketView:
@@ -94,7 +96,7 @@ def _mark(final: Sequence[Decision], missing: Sequence[view.MissingView], code: 
         return Mark("incomplete", "!", "broken")
     if code is ExitCode.COULD_NOT_JUDGE:
         return Mark("could not judge", "!", "broken")
-    return ACTION_MARKS[final[0].action]
+    return decision_mark(final[0])
 
 
 def _headline(
@@ -105,8 +107,8 @@ def _headline(
         return f"INCOMPLETE packet: no {listed([part.name for part in missing])} {views}"
     if not final:
         return "Nothing decided"
-    counts = Counter(decision.action for decision in final)
-    parts = [f"{mark.word} {counts[act]}" for act, mark in ACTION_MARKS.items() if counts[act]]
+    counts = Counter(decision_mark(decision).word for decision in final)  # worst first, as final is
+    parts = [f"{word} {n}" for word, n in counts.items()]
     text = f"{', '.join(parts)} of {counted(len(final), 'route')}"
     if code is ExitCode.COULD_NOT_JUDGE:
         return f"Could not judge: {text}"
@@ -120,15 +122,13 @@ def _summary(
     missing: Sequence[view.MissingView],
 ) -> str:
     """The verdict in one paragraph."""
-    by_action: dict[Action, list[str]] = defaultdict(list)
+    told: dict[str, list[str]] = defaultdict(list)
     for decision in final:
         k = f" (k = {decision.k})" if decision.action is Action.PROMOTE and decision.k else ""
-        by_action[decision.action].append(f"{decision.route}{k}")
-    parts = [
-        text.format(listed(by_action[action]))
-        for action, text in _SENTENCES.items()
-        if by_action[action]
-    ] or ["No route was decided."]
+        sentence = _PASSES if only_passes(decision) else _SENTENCES[decision.action]
+        told[sentence].append(f"{decision.route}{k}")
+    parts = [text.format(listed(routes)) for text, routes in told.items()]
+    parts = parts or ["No route was decided."]
     if missing:
         parts.insert(0, "What follows does not stand until the packet is whole.")
     measured = sum(not receipt.warm_up for receipt in evidence.receipts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from speccheck.packet import view
@@ -20,7 +21,7 @@ from speccheck.packet.parts import (
 )
 from speccheck.packet.service import METRICS
 from speccheck.packet.view import Figure, Mark, Missing
-from speccheck.records import Action, Decision, Finding, Receipt, Verdict
+from speccheck.records import Action, Decision, Finding, Receipt, Stage, Verdict
 
 ACTION_MARKS = {
     Action.FALL_BACK: Mark("fall back", "✗", "bad"),
@@ -50,12 +51,24 @@ def final_decisions(evidence: RunEvidence) -> list[Decision]:
     return sorted(final.values(), key=lambda d: (order.index(d.action), d.route))
 
 
+def decision_mark(decision: Decision) -> Mark:
+    """What a decision comes to: a yes before the canary passes its stage and promotes nothing."""
+    mark = ACTION_MARKS[decision.action]
+    return replace(mark, word=f"passes {decision.stage}") if only_passes(decision) else mark
+
+
+def only_passes(decision: Decision) -> bool:
+    """Whether it is a yes of a stage before the canary."""
+    return decision.action is Action.PROMOTE and decision.stage != Stage.CANARY
+
+
 def route_line(decision: Decision) -> view.RouteLine:
     """A decision as one line."""
     return view.RouteLine(
         route=decision.route,
-        mark=ACTION_MARKS[decision.action],
+        mark=decision_mark(decision),
         stage=decision.stage,
+        after="" if only_passes(decision) else decision.stage,
         k=decision.k,
         scope=decision.scope,
         reason=decision.reason,

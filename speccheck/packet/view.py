@@ -85,6 +85,8 @@ class RouteLine:
     route: str
     mark: Mark
     stage: str
+    after: str
+    """The stage again, or "" where the mark names it: "passes replay"."""
     k: int | None
     scope: str
     reason: str
