@@ -447,7 +447,7 @@ def findings() -> list[Finding]:
             "code-complete",
             "",
             "canary",
-            estimate(1.42, 1.218, 1.66, 210, "rank band, anytime-valid"),
+            estimate(1.42, 1.218, 1.66, 210, "ratio of order-statistic intervals, p95"),
             1.1,
             "ratio",
             "TPOT p95 +42% (+21.8% to +66%, n 210) against target-only is over the limit of +10%",
@@ -459,7 +459,7 @@ def findings() -> list[Finding]:
             "code-complete",
             "",
             "canary",
-            estimate(0.0047, 0.0002, 0.0223, 211, "beta-binomial e-process"),
+            estimate(0.0047, 0.0002, 0.0223, 211, "Clopper-Pearson"),
             0.01,
             "share",
             "errors 0.47% (0.02% to 2.23%, n 211) does not decide the limit of at most 1%",
@@ -798,7 +798,9 @@ def canary_evidence() -> dict[str, Any]:
             {
                 "rule": "max_tpot_p95_regression",
                 "n": n,
-                "estimate": estimate(value, value * 0.86, value * 1.17, n, "rank band"),
+                "estimate": estimate(
+                    value, value * 0.86, value * 1.17, n, "ratio of order-statistic intervals, p95"
+                ),
                 "limit": 1.1,
                 "unit": "ratio",
                 "verdict": verdict,

@@ -299,7 +299,7 @@ class ShadowEvidence(TypedDict, total=False):
 
 
 class CanaryLook(TypedDict):
-    """One look of one anytime-valid rule."""
+    """One look at one rule; looks are planned beforehand and share the level of failing."""
 
     rule: str
     n: int

@@ -455,7 +455,7 @@ class ProtectedView:
 
 @dataclass(frozen=True)
 class LookLine:
-    """One look of one anytime-valid rule in a canary step."""
+    """One planned look at one rule in a canary step."""
 
     rule: str
     n: int
