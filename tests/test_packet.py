@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from speccheck import charts
+from speccheck import charts, law, verifier
 from speccheck.errors import ExitCode, StoreError
 from speccheck.packet import (
     PacketView,
@@ -32,6 +32,7 @@ from speccheck.packet import (
     build_view,
     packet_json_schema,
     pages,
+    proof,
     render,
 )
 from speccheck.packet import view as models
@@ -352,6 +353,14 @@ def test_a_template_cannot_forget_to_escape() -> None:
         shown = made.from_string("{{ text }}").render(text="<b>\x1b")
         assert "<b>" not in shown
         assert "\x1b" not in shown
+
+
+def test_each_verification_has_words_that_an_engineer_knows() -> None:
+    """Every algorithm and every way of drafting that the fixture runs is told in words."""
+    shown = proof._verification("one_hot", "greedy")
+    assert shown == "one_hot (greedy drafts, taken as certain: vLLM's default draft_sample_method)"
+    assert set(proof.DRAFTS) == set(law.DRAFT_SAMPLING)
+    assert set(proof.ACCEPTANCE) == set(verifier.ALGORITHMS) - {"token", "one_hot", "target_only"}
 
 
 # --- decisions ----------------------------------------------------------------------------------

@@ -25,6 +25,21 @@ MISSED = Mark("not caught", "!", "unsure")
 
 OUTCOME_TONES: Mapping[str | None, view.Tone] = {"accepted": "good", "rejected": "bad"}
 
+DRAFTS = {
+    "probabilistic": "drafts drawn from the draft model's distribution: vLLM's draft_sample_method "
+    "probabilistic",
+    "greedy": "greedy drafts, taken as certain: vLLM's default draft_sample_method",
+    "sampled_one_hot": "sampled drafts, taken as certain",
+    "ngram": "n-gram drafts, taken as certain: vLLM's method ngram",
+}
+"""What a serving engineer knows a way of drafting by."""
+ACCEPTANCE = {
+    "block": "a block of drafts tested as a whole: vLLM's rejection_sample_method block",
+    "sampler_match": "a draft stands if the target's own sample is the same token",
+    "greedy": "temperature 0: a draft stands if it is the target's most likely token",
+}
+"""What sets an algorithm apart from vLLM's standard rejection sampling."""
+
 NOT_COVERED = (
     "kernels, caches and batching of a server: replay compares its outputs instead",
     "how the target's rows are made (top-p, penalties, grammars): the table holds finished rows",
@@ -47,6 +62,7 @@ def fixture_view(evidence: RunEvidence) -> view.FixtureView | Missing:
         mark=verdict_mark(result["verdict"]),
         reasons=tuple(result["reasons"]),
         algorithm=result["algorithm"],
+        verification=_verification(result["algorithm"], result["draft_sampling"]),
         draft_sampling=result["draft_sampling"],
         n_seeds=result["n_seeds"],
         statement=result["statement"],
@@ -87,6 +103,13 @@ def fixture_view(evidence: RunEvidence) -> view.FixtureView | Missing:
         controls=tuple(_control(control) for control in result["negative_controls"]),
         not_covered=NOT_COVERED,
     )
+
+
+def _verification(algorithm: str, draft_sampling: str) -> str:
+    """The algorithm by our name and in the words of vLLM's settings."""
+    drafts = DRAFTS.get(draft_sampling, f"{draft_sampling} drafts")
+    meaning = [ACCEPTANCE[algorithm], drafts] if algorithm in ACCEPTANCE else [drafts]
+    return f"{algorithm} ({'; '.join(meaning)})"
 
 
 def _number(value: float) -> Figure:

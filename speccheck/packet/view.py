@@ -260,6 +260,8 @@ class FixtureView:
     reasons: tuple[str, ...]
     algorithm: str
     draft_sampling: str
+    verification: str
+    """Both in the words of vLLM's settings."""
     n_seeds: int
     statement: str
     table: ProbabilityTable
