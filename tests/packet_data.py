@@ -886,13 +886,12 @@ def run_row() -> dict[str, Any]:
         "run_id": "run:4f1c0a9b7d2e3344aa55",
         "created": "2026-11-29T16:58:02Z",
         "config": {
-            "rollout": {
-                "name": "tiny pair, k 4",
-                "engine": "embedded",
-                "seed": 7,
-                "speculation": {"method": "draft_model", "num_speculative_tokens": 4},
-                "attached": {"api_key_env": "SPECCHECK_KEY", "api_key": "sk-never-shown"},
-            }
+            "name": "tiny pair, k 4",
+            "engine": "embedded",
+            "seed": 7,
+            "speculation": {"method": "draft_model", "num_speculative_tokens": 4},
+            "attached": {"api_key_env": "SPECCHECK_KEY", "api_key": "sk-never-shown"},
+            "canary": {"rate_per_s": 10.0, "max_in_flight": 8},
         },
         "digests": {
             "corpus": "corpus:6f0e5d4c3b2a19087766",

@@ -363,6 +363,15 @@ def test_each_verification_has_words_that_an_engineer_knows() -> None:
     assert set(proof.ACCEPTANCE) == set(verifier.ALGORITHMS) - {"token", "one_hot", "target_only"}
 
 
+def test_a_load_is_a_rate_where_arrivals_set_it(small: Written) -> None:
+    """An open loop is named by its requests/s, a closed one by its concurrency."""
+    assert isinstance(small[0].service, models.ServiceView)
+    loads = {(line.stage, line.load) for line in small[0].service.loads}
+    assert loads == {("shadow", "concurrency 16"), ("canary", "10 requests/s")}
+    assert "loads (concurrency 8, concurrency 16 and 10 requests/s)" in small[1]["packet.md"]
+    assert "up to" not in small[0].service.summary
+
+
 # --- decisions ----------------------------------------------------------------------------------
 
 

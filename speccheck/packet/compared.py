@@ -5,7 +5,15 @@ from __future__ import annotations
 from speccheck import stats
 from speccheck.packet import view
 from speccheck.packet.evidence import RunEvidence
-from speccheck.packet.parts import ARM_NAMES, counted, listed, part_of, stage_evidence
+from speccheck.packet.parts import (
+    ARM_NAMES,
+    STAGES,
+    counted,
+    listed,
+    load_name,
+    part_of,
+    stage_evidence,
+)
 from speccheck.packet.settings import setting_lines, setting_text, without_userinfo
 from speccheck.packet.view import Figure, Missing
 from speccheck.records import Arm, Outcome, Stage
@@ -100,9 +108,10 @@ def _covered(evidence: RunEvidence) -> str:
     measured = [r for r in evidence.receipts if not r.warm_up]
     prompts = counted(len({r.prompt_id for r in measured}), "tested prompt")
     temperatures = listed([f"{t:g}" for t in sorted({r.temperature for r in measured})])
-    loads = listed([str(load) for load in sorted({r.concurrency for r in measured})])
+    by_load = sorted(measured, key=lambda r: (STAGES.index(r.stage), r.concurrency))
+    loads = listed([*dict.fromkeys(load_name(evidence, r) for r in by_load)])
     return (
-        f"It covers the {prompts}, temperatures {temperatures or 'none'}, loads of "
-        f"{loads or 'none'} in flight, and the versions listed above. Another model, draft, "
+        f"It covers the {prompts}, temperatures {temperatures or 'none'}, loads "
+        f"({loads or 'none'}), and the versions listed above. Another model, draft, "
         "engine, driver, machine or traffic mix needs a new run."
     )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from speccheck.packet.evidence import RunEvidence
 from speccheck.packet.view import Figure, Interval, Mark, Missing
-from speccheck.records import Arm, Estimate, Stage, Verdict, to_json
+from speccheck.records import Arm, Estimate, Receipt, Stage, Verdict, to_json
 
 T = TypeVar("T")
 
@@ -30,6 +30,18 @@ _UNITS = (
     ("_ratio", "ratio"),
     ("_bytes", "bytes"),
 )
+
+
+def load_name(evidence: RunEvidence, receipt: Receipt) -> str:
+    """The load a receipt was measured under: an arrival rate, or requests at once in a closed loop.
+
+    Where arrivals set the load, a receipt's `concurrency` only bounds what is in flight.
+    """
+    settings = evidence.run.get("config", {}).get(receipt.stage)
+    rate = settings.get("rate_per_s") if isinstance(settings, Mapping) else None
+    if isinstance(rate, (int, float)):
+        return f"{rate:g} requests/s"
+    return f"concurrency {receipt.concurrency}"
 
 
 def figure(name: str, value: float) -> Figure:

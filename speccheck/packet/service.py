@@ -33,6 +33,7 @@ from speccheck.packet.parts import (
     counted,
     figure,
     interval,
+    load_name,
     part_of,
     seconds,
     stage_evidence,
@@ -73,7 +74,7 @@ def service_view(evidence: RunEvidence) -> view.ServiceView | Missing:
     if not measured:
         return Missing("no request was measured in shadow or canary")
     kept, left_out = _comparable(measured)
-    groups = _by_load(kept)
+    groups = _by_load(evidence, kept)
     if not groups:
         return Missing(
             "neither shadow nor canary has completed requests on both arms"
@@ -144,17 +145,15 @@ def _partner(receipt: Receipt) -> tuple[str, str]:
     return receipt.stage, receipt.pair_id if receipt.stage == Stage.SHADOW else receipt.route
 
 
-def _by_load(receipts: Iterable[Receipt]) -> Groups:
+def _by_load(evidence: RunEvidence, receipts: Iterable[Receipt]) -> Groups:
     """(stage, load) -> arm -> receipts; target-only first, low loads first."""
-    found: dict[tuple[str, int], dict[str, list[Receipt]]] = {}
-    for receipt in receipts:
-        arms = found.setdefault((receipt.stage, receipt.concurrency), {})
+    found: Groups = {}
+    for receipt in sorted(receipts, key=lambda r: (STAGES.index(r.stage), r.concurrency)):
+        arms = found.setdefault((receipt.stage, load_name(evidence, receipt)), {})
         arms.setdefault(receipt.arm, []).append(receipt)
     return {
-        (stage, f"up to {load} in flight"): {arm: arms[arm] for arm in ARM_NAMES}
-        for (stage, load), arms in sorted(
-            found.items(), key=lambda item: (STAGES.index(item[0][0]), item[0][1])
-        )
+        key: {arm: arms[arm] for arm in ARM_NAMES}
+        for key, arms in found.items()
         if len(arms) == len(ARM_NAMES)
     }
 
