@@ -659,6 +659,20 @@ def test_templates_in_texts_are_not_run(hostile: Written) -> None:
     assert "{{7*7}} {% raw %} ${7*7} #{7*7}" in hostile[1]["packet.json"]
 
 
+def test_markdown_can_be_read_in_a_terminal(small: Written) -> None:
+    """The first screen has the exit code and every route's verdict; numbers carry no escapes."""
+    view, files = small
+    first = "\n".join(files["packet.md"].splitlines()[:18])
+    assert "**Exit code 1**" in first
+    for line in view.routes:
+        assert f"**{line.mark.word}** {line.route}" in first
+    assert "min_acceptance_rate, shadow: concurrency 4: 54.7 % [54.4, 54.99]" in files["packet.md"]
+    shown = {text: str(pages._for_markdown(text)) for text in ("prompt <64", "prompt >=4096")}
+    assert all(text == kept for text, kept in shown.items())
+    for text in ("<b", "a <", "</b>", "> quote", "_a_", "a_", "<!--", "<?", "__x__"):
+        assert pages._for_markdown(text) != text
+
+
 def test_hostile_markdown_makes_no_markup(hostile: Written) -> None:
     """Rendered, the Markdown has no HTML, link, image or code that a text brought along."""
     parser = MarkdownIt("commonmark", {"html": True}).enable("table")

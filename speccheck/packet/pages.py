@@ -129,8 +129,12 @@ def _for_markdown(value: Any) -> Any:
 
     if type(value) is not str:
         return value
-    text = visible(value).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-    text = re.sub(r"([\\`*_\[\]{}|#~!$^])", r"\\\1", text)
+    text = visible(value).replace("&", "&amp;")
+    # A band such as <64 or >=4096, or a name_with_underscores, means nothing to Markdown either,
+    # and who reads the file in a terminal is spared the escapes.
+    text = re.sub(r"<(?![\d=])", "&lt;", text)
+    text = re.sub(r"(?<!\w )>|>(?![\d=])", "&gt;", text)
+    text = re.sub(r"([\\`*\[\]{}|#~!$^]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9]))", r"\\\1", text)
     text = re.sub(r"(https?):", r"\1\\:", text)  # no links made of what a model wrote
     return Markup(re.sub(r"\s*\n\s*", " ", text))  # noqa: S704 (escaped in the lines above)
 
@@ -271,10 +275,14 @@ def figure(value: Any, limit: float | None = None) -> str:
 
 def interval(value: Interval | Missing, limit: float | None = None) -> str:
     """`value [low, high]`, each on its side of the limit, as it is and as it is printed."""
+    from markupsafe import Markup
+
     if isinstance(value, Missing):
         return f"not measured: {value.not_measured}"
-    point = _point(value, limit)
-    return point if value.low == value.high == value.value else f"{point} {bounds(value, limit)}"
+    text = _point(value, limit)
+    if not value.low == value.high == value.value:
+        text += f" {bounds(value, limit)}"
+    return Markup(text)  # noqa: S704 (numbers and units: brackets need no escape in Markdown)
 
 
 def _point(value: Interval, limit: float | None = None) -> str:
