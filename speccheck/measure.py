@@ -288,7 +288,7 @@ def _latency(
         note = f"{note}; {len(values) - len(known)} pairs without times".removeprefix("; ")
     metrics = [f"{name}_{label}_ratio" for label in QUANTILES]
     if not known and not pairing.pairs and pairing.target and pairing.speculative:
-        return _unpaired_latency(pairing, name, get, measured)
+        return _unpaired_latency(pairing, name, get, measured, rng)
     if not known:
         none = note or "no completed pair"
         return [
@@ -333,9 +333,17 @@ def _ms(seconds: float) -> str:
 
 
 def _unpaired_latency(
-    pairing: Pairing, name: str, get: Callable[[Receipt], float | None], measured: Measured
+    pairing: Pairing,
+    name: str,
+    get: Callable[[Receipt], float | None],
+    measured: Measured,
+    rng: np.random.Generator,
 ) -> list[Measurement]:
-    """A canary sends each request to one arm: independent samples, conservative intervals."""
+    """A canary sends each request to one arm: independent samples.
+
+    Each arm is resampled; where that says nothing (a tail of too few values) the conservative
+    order-statistic ratio is left.
+    """
 
     def values(side: Sequence[Receipt]) -> list[float]:
         return [v for r in side if r.outcome == Outcome.OK and (v := get(r)) is not None]
@@ -346,10 +354,15 @@ def _unpaired_latency(
             measured(f"{name}_{label}_ratio", None, "one arm has no times") for label in QUANTILES
         ]
     note = f"unpaired: {len(target)} target-only and {len(speculative)} speculative requests"
+    draws = stats.unpaired_quantile_ratios(target, speculative, tuple(QUANTILES.values()), rng=rng)
     found = [
         measured(
             f"{name}_{label}_ratio",
-            lambda a, p=p: stats.order_statistic_ratio(target, speculative, p, alpha=a),
+            lambda a, p=p: (
+                draws.estimate(p, alpha=a)
+                if p in draws.values
+                else stats.order_statistic_ratio(target, speculative, p, alpha=a)
+            ),
             _times_note(stats.quantile(target, p), stats.quantile(speculative, p), label, note),
         )
         for label, p in QUANTILES.items()

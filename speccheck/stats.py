@@ -31,6 +31,9 @@ DRAWS = 2000
 FAIL_LEVELS = (0.01, 0.005, 0.002, 0.001, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 1e-5, 5e-6, 2e-6, 1e-6)
 """One-sided levels at which estimates are kept for judging failures over cohorts and looks."""
 
+TAIL_VALUES = 5
+"""Values that an arm must have beyond a quantile before resampling says anything about it."""
+
 _CHUNK = 2_000_000
 """Weights held at once by the bootstrap (draws times requests): 16 MB."""
 
@@ -213,6 +216,43 @@ def bootstrap_quantile_ratios(
         method,
         {p: math.log(quantile(data[1], p) / quantile(data[0], p)) for p in quantiles},
         {p: drawn[:, j] for j, p in enumerate(quantiles)},
+    )
+
+
+def unpaired_quantile_ratios(
+    target: npt.ArrayLike,
+    speculative: npt.ArrayLike,
+    quantiles: Sequence[float],
+    *,
+    rng: np.random.Generator,
+    draws: int = DRAWS,
+) -> RatioDraws:
+    """Percentile bootstrap of quantile ratios of two independent samples, any positive unit.
+
+    Each arm is resampled on its own (Efron). A quantile needs some values beyond it on both arms: where
+    fewer than `TAIL_VALUES` are expected there is no draw for it, and `order_statistic_ratio` is
+    what remains. n counts the smaller arm.
+    """
+    method = f"unpaired bootstrap, {draws} draws"
+    n = min(np.size(target), np.size(speculative))
+    data = _finite(target, speculative)
+    if data is None or n == 0 or min(data[0].min(), data[1].min()) <= 0:
+        return RatioDraws(n, method, {}, {})
+    known = tuple(p for p in quantiles if n * min(p, 1 - p) >= TAIL_VALUES)
+    if not known:
+        return RatioDraws(n, method, {}, {})
+    logs = []
+    for arm in data:
+        size = arm.size
+        picks = rng.integers(0, size, (draws, size)) + size * np.arange(draws)[:, None]
+        weights = np.bincount(picks.ravel(), minlength=draws * size).reshape(draws, size)
+        logs.append(np.log(_weighted_quantiles(np.sort(arm), weights, known)))
+    drawn = np.sort(logs[1] - logs[0], axis=0)
+    return RatioDraws(
+        n,
+        method,
+        {p: math.log(quantile(data[1], p) / quantile(data[0], p)) for p in known},
+        {p: drawn[:, j] for j, p in enumerate(known)},
     )
 
 

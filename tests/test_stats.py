@@ -91,6 +91,42 @@ def test_order_statistic_ratio_is_wider_than_the_paired_bootstrap():
     assert wide.value == pytest.approx(tight.value)
 
 
+@pytest.mark.parametrize("p", [0.5, 0.95])
+def test_unpaired_bootstrap_coverage(p):
+    """The 90 % interval of two independent samples covers the true ratio in 85 to 97 % of 200.
+
+    With true coverage .90 the chance of fewer than 170 or more than 194 hits is about 1 %.
+    """
+    rng = np.random.default_rng(12)
+    hits = 0
+    for _ in range(200):
+        target, speculative = rng.lognormal(0, 0.3, 180), 0.8 * rng.lognormal(0, 0.3, 130)
+        draws = stats.unpaired_quantile_ratios(target, speculative, [p], rng=rng, draws=400)
+        hits += within(draws.estimate(p, alpha=0.05), 0.8)
+    assert 170 <= hits <= 194
+
+
+def test_unpaired_bootstrap_is_narrower_than_the_order_statistics():
+    """Resampling decides with fewer requests; both intervals hold the same point."""
+    rng = np.random.default_rng(4)
+    target, speculative = rng.lognormal(0, 0.3, 180), 0.8 * rng.lognormal(0, 0.3, 130)
+    wide = stats.order_statistic_ratio(target, speculative, 0.95, alpha=0.05)
+    tight = stats.unpaired_quantile_ratios(target, speculative, [0.95], rng=rng).estimate(
+        0.95, alpha=0.05
+    )
+    assert wide.low < tight.low < tight.high < wide.high
+    assert wide.value == pytest.approx(tight.value)
+
+
+def test_unpaired_bootstrap_needs_values_in_the_tail():
+    """With fewer than five values beyond the quantile, or a NaN, there is no estimate."""
+    rng = np.random.default_rng(4)
+    few = rng.lognormal(0, 0.3, 90)
+    assert 0.95 not in stats.unpaired_quantile_ratios(few, few, [0.5, 0.95], rng=rng).values
+    bad = [*few, math.nan]
+    assert stats.unpaired_quantile_ratios(bad, few, [0.5], rng=rng).values == {}
+
+
 @pytest.mark.parametrize(("p", "least"), [(0.5, 0.85), (0.95, 0.85)])
 def test_paired_bootstrap_coverage(p, least):
     """The 90 % interval of a quantile ratio covers the true ratio in 85 to 97 % of 200 samples.
