@@ -229,9 +229,9 @@ def unpaired_quantile_ratios(
 ) -> RatioDraws:
     """Percentile bootstrap of quantile ratios of two independent samples, any positive unit.
 
-    Each arm is resampled on its own (Efron). A quantile needs some values beyond it on both arms: where
-    fewer than `TAIL_VALUES` are expected there is no draw for it, and `order_statistic_ratio` is
-    what remains. n counts the smaller arm.
+    Each arm is resampled on its own (Efron). A quantile needs some values beyond it on both arms:
+    where fewer than `TAIL_VALUES` are expected there is no draw for it, and `order_statistic_ratio`
+    is what remains. n counts the smaller arm.
     """
     method = f"unpaired bootstrap, {draws} draws"
     n = min(np.size(target), np.size(speculative))

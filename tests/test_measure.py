@@ -260,7 +260,7 @@ def test_cancelling_is_no_error(rng):
 
 
 def test_a_canary_is_unpaired(rng):
-    """Each request on one arm: independent samples with their conservative intervals."""
+    """Each request on one arm: independent samples, each resampled on its own."""
     receipts = pairs(rng, 400)
     canary = [r for r in receipts if (int(r.prompt_id[1:]) % 2 == 0) == (r.arm == "speculative")]
     found = by_metric(shadow(canary, rng))
