@@ -4,6 +4,7 @@ Heavy imports happen inside the commands that need them, so that `speccheck --he
 once. Data goes to standard output, progress and errors to standard error. `main` is the one place
 where an error becomes a line and an exit code; with `--json` the error is a JSON object too.
 """
+# ruff: noqa: D301 (click keeps the lines after the character \b as they are; in r"" it is two others)
 
 from __future__ import annotations
 
@@ -142,7 +143,7 @@ class ExitCodeGroup(click.Group):
 )
 @click.version_option(__version__, prog_name="speccheck")
 def cli() -> None:
-    r"""Rollout control for speculative decoding in LLM serving.
+    """Rollout control for speculative decoding in LLM serving.
 
     Proves the verifier (fixture), replays quality offline (replay), mirrors
     traffic (shadow), runs a canary, decides per route and renders a packet.
@@ -162,7 +163,7 @@ def cli() -> None:
 @click.argument("folder", type=PATH, default=".")
 @click.option("--force", is_flag=True, help="Overwrite files that exist.")
 def init(folder: Path, force: bool) -> None:  # noqa: FBT001 (click passes a flag)
-    r"""Write a commented rollout.yaml and guardrails.yaml into FOLDER.
+    """Write a commented rollout.yaml and guardrails.yaml into FOLDER.
 
     \b
     Example:
@@ -192,7 +193,7 @@ def run(
     keep_going: bool,  # noqa: FBT001
     dry_run: bool,  # noqa: FBT001
 ) -> int:
-    r"""All four stages, then a decision per route and the packet.
+    """All four stages, then a decision per route and the packet.
 
     Run the same command again after a crash and it resumes: nothing is sent
     twice and nothing is lost.
@@ -229,7 +230,7 @@ def stage(
     summary: Path | None,
     keep_going: bool,  # noqa: FBT001
 ) -> int:
-    r"""One stage: fixture, replay, shadow or canary.
+    """One stage: fixture, replay, shadow or canary.
 
     \b
     Example:
@@ -248,7 +249,7 @@ def stage(
 @click.option("--out", type=PATH, default="demo", show_default=True, help="Folder for the run.")
 @click.option("--again", is_flag=True, help="Measure anew, as a new run.")
 def demo(out: Path, again: bool) -> int:  # noqa: FBT001
-    r"""The whole job on the embedded engine, with the model pair that comes along.
+    """The whole job on the embedded engine, with the model pair that comes along.
 
     Ends with exit code 0 when the run went through and the packet is whole,
     whatever was decided: in the demo one route is meant to fall back.
@@ -329,7 +330,7 @@ def trace(
     draft_sampling: str,
     as_json: bool,  # noqa: FBT001
 ) -> None:
-    r"""One run of the verifier on the fixture table, step by step.
+    """One run of the verifier on the fixture table, step by step.
 
     Seed 18 proposes A B C D, accepts A and B, rejects C, draws X from the
     corrected distribution and discards D untested.
@@ -366,12 +367,13 @@ def serve(
     max_num_seqs: int,
     seed: int,
 ) -> None:
-    r"""The embedded engine behind an OpenAI-compatible HTTP server.
+    """The embedded engine behind an OpenAI-compatible HTTP server.
 
     \b
     Example:
       speccheck serve --port 8001 --speculative-config \\
-        '{"method": "draft_model", "model": "packaged", "num_speculative_tokens": 4}'
+        '{"method": "draft_model", "model": "packaged",
+          "num_speculative_tokens": 4}'
     """
     from speccheck.engine import server, settings
 
@@ -398,7 +400,7 @@ def decide(
     junit: Path | None,
     summary: Path | None,
 ) -> int:
-    r"""What was decided per route, and why; the exit code says it too.
+    """What was decided per route, and why; the exit code says it too.
 
     \b
     Example:
@@ -415,7 +417,7 @@ def decide(
 @store_options
 @click.option("--json", "as_json", is_flag=True, help="Print the files' paths as JSON.")
 def packet(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
-    r"""Render packet.html, packet.md and packet.json from the receipts.
+    """Render packet.html, packet.md and packet.json from the receipts.
 
     Exits with 1 if the packet lacks one of its three views.
 
@@ -457,7 +459,7 @@ def receipts_list(
     as_json: bool,  # noqa: FBT001
     **filters: str | None,
 ) -> None:
-    r"""One line per receipt, in the order in which they were sent.
+    """One line per receipt, in the order in which they were sent.
 
     \b
     Example:
@@ -482,7 +484,7 @@ def receipts_list(
 @store_options
 @click.option("--json", "as_json", is_flag=True)
 def receipts_show(receipt_id: str, out: Path, run_id: str | None, as_json: bool) -> None:  # noqa: FBT001
-    r"""Everything that is known about one receipt; a unique beginning of its id is enough.
+    """Everything that is known about one receipt; a unique beginning of its id is enough.
 
     \b
     Example:
@@ -517,7 +519,7 @@ def receipts_show(receipt_id: str, out: Path, run_id: str | None, as_json: bool)
 def receipts_export(
     path: Path, out: Path, run_id: str | None, form: str | None, **filters: str | None
 ) -> None:
-    r"""Write receipts as CSV, Parquet or JSON lines.
+    """Write receipts as CSV, Parquet or JSON lines.
 
     \b
     Example:
@@ -539,7 +541,7 @@ def receipts_export(
 @receipts.command("verify")
 @out_option
 def receipts_verify(out: Path) -> int:
-    r"""Derive every id and hash again and compare.
+    """Derive every id and hash again and compare.
 
     \b
     Example:
@@ -572,7 +574,7 @@ def corpus() -> None:
 )
 @click.option("--limit", type=click.IntRange(min=1), default=None, help="Only the first prompts.")
 def corpus_import(source: Path, target: Path, form: str, limit: int | None) -> None:
-    r"""Convert SOURCE (Spec-Bench, OpenAI batch, plain lines) into a corpus file TARGET.
+    """Convert SOURCE (Spec-Bench, OpenAI batch, plain lines) into a corpus file TARGET.
 
     \b
     Example:
@@ -590,7 +592,7 @@ def corpus_import(source: Path, target: Path, form: str, limit: int | None) -> N
 @click.argument("paths", type=PATH, nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True)
 def corpus_check(paths: tuple[Path, ...], as_json: bool) -> None:  # noqa: FBT001
-    r"""Read corpus files, say what is in them, or where they are wrong.
+    """Read corpus files, say what is in them, or where they are wrong.
 
     \b
     Example:

@@ -174,6 +174,31 @@ def test_unknown_commands_and_options(tmp_path: Path) -> None:
     refused(speccheck("run", "--rolout", "x", cwd=tmp_path), 2, "--rollout")
 
 
+def test_every_help_shows_its_example_as_it_is_typed() -> None:
+    """Help fits eighty columns, and an example keeps its lines."""
+    import click
+    from click.testing import CliRunner
+
+    from speccheck.cli import cli
+
+    def commands(group: click.Group, words: tuple[str, ...]) -> list[tuple[str, ...]]:
+        found = [words]
+        for name, command in group.commands.items():
+            if isinstance(command, click.Group):
+                found += commands(command, (*words, name))
+            else:
+                found.append((*words, name))
+        return found
+
+    for words in commands(cli, ()):
+        page = CliRunner().invoke(cli, [*words, "--help"]).output
+        assert "\\b" not in page
+        assert all(len(line) <= 80 for line in page.splitlines())
+        if "Example:" in page:
+            lines = [line.strip() for line in page.splitlines()]
+            assert lines[lines.index("Example:") + 1].startswith("speccheck ")
+
+
 def test_init_writes_what_run_reads(tmp_path: Path) -> None:
     """`speccheck init` writes files that load, and does not overwrite them."""
     assert speccheck("init", "new", cwd=tmp_path).returncode == 0
