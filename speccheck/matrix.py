@@ -494,16 +494,17 @@ def _cells(arms: _Arms, rng: np.random.Generator) -> Iterable[LatencyCell]:
         shown = {q: p for q, p in QUANTILES.items() if n >= _CELL_MINIMUM[q]}
         if not shown:
             continue
-        if arms.is_paired:
-            draws = stats.bootstrap_quantile_ratios(
-                target, speculative, tuple(shown.values()), rng=rng
-            )
-            ratios = {p: draws.estimate(p, alpha=ALPHA) for p in shown.values()}
-        else:
-            ratios = {
-                p: stats.order_statistic_ratio(target, speculative, p, alpha=ALPHA)
-                for p in shown.values()
-            }
+        resample = (
+            stats.bootstrap_quantile_ratios if arms.is_paired else stats.unpaired_quantile_ratios
+        )
+        draws = resample(target, speculative, tuple(shown.values()), rng=rng)
+        # As in `measure`: where a tail is too thin to resample, the exact intervals are left.
+        ratios = {
+            p: draws.estimate(p, alpha=ALPHA)
+            if p in draws.values
+            else stats.order_statistic_ratio(target, speculative, p, alpha=ALPHA)
+            for p in shown.values()
+        }
         for q, p in shown.items():
             yield LatencyCell(
                 name, q, stats.quantile(target, p), stats.quantile(speculative, p), ratios[p]
