@@ -392,32 +392,34 @@ def _passed(run: RunContext, stage: Stage, route: str) -> bool:
 
 
 def _findings(
-    run: RunContext,
-    stage: Stage,
-    route: str,
-    measured: Sequence[Measurement],
-    alpha_fail: float = guardrails.ALPHA_FAIL,
+    run: RunContext, stage: Stage, route: str, measured: Sequence[Measurement], *, late: str
 ) -> list[Finding]:
-    """Judge one route. What a later stage judges again need not be settled now, only not fail."""
+    """Judge one route. What a later stage judges again need not be settled now, only not fail.
+
+    `late` says why our own client was too late to time anything, or is empty. Times are void then:
+    they decide nothing, and another run may.
+    """
     later = list(Stage)[list(Stage).index(stage) + 1 :]
     found = []
-    for finding in guardrails.judge(
-        _rules(run, stage, route), measured, stage=stage, route=route, alpha_fail=alpha_fail
-    ):
-        again = [s for s in later if s in guardrails.RULES[finding.rule].stages]
-        if finding.verdict is Verdict.INCONCLUSIVE and again:
-            found.append(
-                replace(finding, counted=False, why=f"{finding.why}; judged again in {again[0]}")
-            )
-        else:
-            found.append(finding)
+    for finding in guardrails.judge(_rules(run, stage, route), measured, stage=stage, route=route):
+        rule = guardrails.RULES[finding.rule]
+        made = finding
+        if late and rule.metric.startswith(_TIMED):
+            why = f"{rule.subject} is void: our client was late ({late})"
+            made = replace(made, verdict=Verdict.INCONCLUSIVE, estimate=None, why=why)
+        again = [s for s in later if s in rule.stages]
+        if made.verdict is Verdict.INCONCLUSIVE and again:
+            why = f"{made.why}; judged again in {again[0]}"
+            made = replace(made, counted=False, why=why)
+        found.append(made)
     return found
 
 
 def _rules(run: RunContext, stage: Stage, route: str) -> dict[str, guardrails.RuleLimit]:
     limits = run.guardrails.limits(route)
-    if stage is Stage.REPLAY:  # wrong outputs are never fine, whether or not a file says so
-        limits.setdefault("max_lossless_violations", 0)
+    # Whether or not a file says so: wrong outputs are never fine, and a promotion needs to pay.
+    limits.setdefault("max_lossless_violations", 0)
+    limits.setdefault("min_speedup", 1.0)
     return {
         name: guardrails.RuleLimit(
             limit,
@@ -439,17 +441,10 @@ def _judge_route(
 ) -> None:
     """Findings and decision of one route, added to what the stage found."""
     health = _health(run, stage)
-    if not health.get("valid", True) and stage is not Stage.REPLAY:  # replay judges no times
-        reason = f"our client was late, so times are void: {health['reasons'][0]}"
-        if reason not in judged.reasons:
-            judged.reasons.append(reason)
-        measured = [
-            replace(m, estimate=None, fail_estimates=(), note="our client was late")
-            if m.metric.startswith(_TIMED)
-            else m
-            for m in measured
-        ]
-    findings = _findings(run, stage, route, measured)
+    late = "" if health.get("valid", True) else str(health["reasons"][0])
+    if late and not judged.reasons:
+        judged.reasons.append(f"our client was late, so times are void: {late}")
+    findings = _findings(run, stage, route, measured, late=late)
     judged.measurements += measured
     judged.findings += findings
     differing = run.differences() if run.health else {}
