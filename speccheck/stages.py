@@ -273,7 +273,7 @@ def canary_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     settings = run.rollout.canary
     judged = Judged(evidence={"steps": [], "events": []})
     for route in sorted(routes, key=lambda r: _CONSEQUENCES.index(r.consequence)):
-        with canary.Guard(run, route, _rules(run, Stage.CANARY, route.name)) as guard:
+        with canary.Guard(run, route, _rules(run, route.name)) as guard:
             for step, share in enumerate(settings.shares):
                 if guard.decision is not None and step > 0:
                     break
@@ -401,7 +401,7 @@ def _findings(
     """
     later = list(Stage)[list(Stage).index(stage) + 1 :]
     found = []
-    for finding in guardrails.judge(_rules(run, stage, route), measured, stage=stage, route=route):
+    for finding in guardrails.judge(_rules(run, route), measured, stage=stage, route=route):
         rule = guardrails.RULES[finding.rule]
         made = finding
         if late and rule.metric.startswith(_TIMED):
@@ -415,7 +415,7 @@ def _findings(
     return found
 
 
-def _rules(run: RunContext, stage: Stage, route: str) -> dict[str, guardrails.RuleLimit]:
+def _rules(run: RunContext, route: str) -> dict[str, guardrails.RuleLimit]:
     limits = run.guardrails.limits(route)
     # Whether or not a file says so: wrong outputs are never fine, and a promotion needs to pay.
     limits.setdefault("max_lossless_violations", 0)
