@@ -211,9 +211,8 @@ def run(
     with context.open_run(rollout, out, console.Reporter(), fresh=again) as opened:
         stages.run_all(opened, stop_early=not keep_going)
         written = outcome.write_packet(opened.store, opened.run_id, out)
-        ended = outcome.outcome(opened.store, opened.run_id)
-    code = _tell(ended, as_json=as_json, junit=junit, summary=summary, written=written)
-    return max(code, ExitCode.JUDGED_BAD) if written.missing else code
+        ended = outcome.outcome(opened.store, opened.run_id, written=written)
+    return _tell(ended, as_json=as_json, junit=junit, summary=summary, written=written)
 
 
 @cli.command()
@@ -267,14 +266,14 @@ def demo(out: Path, again: bool) -> int:  # noqa: FBT001
     with context.open_run(folder / "rollout.yaml", out, console.Reporter(), fresh=again) as opened:
         stages.run_all(opened, stop_early=True)
         written = outcome.write_packet(opened.store, opened.run_id, out)
-        ended = outcome.outcome(opened.store, opened.run_id)
+        ended = outcome.outcome(opened.store, opened.run_id, written=written)
     code = _tell(ended, as_json=False, junit=None, summary=None, written=written)
     click.echo(
         f"\n`speccheck run` would exit with {int(code)} here: {code.meaning}.\n"
         "The demo exits with 0 if all four stages ran and the packet is whole."
     )
     judged = code in (ExitCode.PASS, ExitCode.JUDGED_BAD, ExitCode.INCONCLUSIVE)
-    return ExitCode.PASS if judged and not written.missing else max(code, ExitCode.JUDGED_BAD)
+    return ExitCode.PASS if judged and not written.missing else code
 
 
 def _tell(
@@ -291,10 +290,10 @@ def _tell(
 
     try:
         if junit is not None:
-            junit.write_text(decision.junit(ended.decisions), encoding="utf-8")
+            junit.write_text(decision.junit(ended.decisions, ended.checks), encoding="utf-8")
         if summary is not None:
             with summary.open("a", encoding="utf-8") as file:
-                file.write(decision.summary_markdown(ended.decisions))
+                file.write(decision.summary_markdown(ended.decisions, ended.checks))
     except OSError as error:
         raise StoreError(f"{error.filename}: cannot be written ({error.strerror})") from None
     if as_json:

@@ -9,6 +9,7 @@ report and the Markdown summary are derived from the same decisions, so they can
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 from xml.etree import ElementTree as ET
 
@@ -157,18 +158,28 @@ def verdict_of(decision: Decision) -> Verdict:
     return Verdict.ERROR if Verdict.ERROR in counted or not counted else Verdict.INCONCLUSIVE
 
 
-def exit_code(decisions: Sequence[Decision]) -> ExitCode:
-    """Worst decision to exit code; no decision at all could not be judged."""
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What is judged of a run beside its routes: the fixture, or whether the packet is whole."""
+
+    name: str
+    verdict: Verdict
+    why: str
+
+
+def exit_code(decisions: Sequence[Decision], checks: Sequence[Check] = ()) -> ExitCode:
+    """The worst of decisions and checks as exit code; nothing at all could not be judged."""
     return {
         Verdict.PASS: ExitCode.PASS,
         Verdict.INCONCLUSIVE: ExitCode.INCONCLUSIVE,
         Verdict.ERROR: ExitCode.COULD_NOT_JUDGE,
         Verdict.FAIL: ExitCode.JUDGED_BAD,
-    }[worst(verdict_of(d) for d in decisions)]
+    }[worst([*map(verdict_of, decisions), *(check.verdict for check in checks)])]
 
 
-def junit(decisions: Sequence[Decision]) -> str:
-    """JUnit XML: one suite per route, one case per counted finding, and one for the decision.
+def junit(decisions: Sequence[Decision], checks: Sequence[Check] = ()) -> str:
+    """JUnit XML: one suite per route, one case per counted finding, and one for the decision;
+    before them a suite with the run's own checks.
 
     A failed rule is a failure. What could not be judged, and what is inconclusive, is an error (of
     type could_not_judge or inconclusive): a pipeline must not go green on missing evidence. Rules
@@ -176,41 +187,48 @@ def junit(decisions: Sequence[Decision]) -> str:
     the report is red exactly if the exit code is not 0.
     """
     root = ET.Element("testsuites", name="speccheck")
+    if checks:
+        cases = [(check.name, check.verdict, check.why, True) for check in checks]
+        _suite(root, "run", "speccheck.run", cases)
     for d in decisions:
-        suite = ET.SubElement(root, "testsuite", name=_xml(f"{d.route} ({d.stage})"))
-        failures = errors = skipped = 0
         cases = [("decision", verdict_of(d), f"{d.action}: {d.reason}", True)]
         cases += [
             (f"{f.rule} [{f.cohort}]" if f.cohort else f.rule, f.verdict, f.why, f.counted)
             for f in d.findings
         ]
-        for name, verdict, text, counted in cases:
-            case = ET.SubElement(
-                suite, "testcase", classname=_xml(f"speccheck.{d.stage}.{d.route}"), name=_xml(name)
-            )
-            if not counted:
-                ET.SubElement(case, "skipped", message=_xml(f"not counted: {text}"))
-                skipped += 1
-            elif verdict is Verdict.FAIL:
-                ET.SubElement(case, "failure", type="fail", message=_xml(text))
-                failures += 1
-            elif verdict is not Verdict.PASS:
-                kind = "could_not_judge" if verdict is Verdict.ERROR else "inconclusive"
-                ET.SubElement(case, "error", type=kind, message=_xml(text))
-                errors += 1
-        for key, number in (
-            ("tests", len(cases)),
-            ("failures", failures),
-            ("errors", errors),
-            ("skipped", skipped),
-        ):
-            suite.set(key, str(number))
-    if not decisions:
-        suite = ET.SubElement(root, "testsuite", name="speccheck", tests="1", errors="1")
-        case = ET.SubElement(suite, "testcase", classname="speccheck", name="decision")
-        ET.SubElement(case, "error", type="could_not_judge", message="nothing was decided")
+        _suite(root, f"{d.route} ({d.stage})", f"speccheck.{d.stage}.{d.route}", cases)
+    if not decisions and not checks:
+        nothing = [("decision", Verdict.ERROR, "nothing was decided", True)]
+        _suite(root, "speccheck", "speccheck", nothing)
     ET.indent(root)
     return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+
+
+def _suite(
+    root: ET.Element, name: str, classname: str, cases: Sequence[tuple[str, Verdict, str, bool]]
+) -> None:
+    """One suite; a case is (name, verdict, text, whether it counts)."""
+    suite = ET.SubElement(root, "testsuite", name=_xml(name))
+    failures = errors = skipped = 0
+    for title, verdict, text, counted in cases:
+        case = ET.SubElement(suite, "testcase", classname=_xml(classname), name=_xml(title))
+        if not counted:
+            ET.SubElement(case, "skipped", message=_xml(f"not counted: {text}"))
+            skipped += 1
+        elif verdict is Verdict.FAIL:
+            ET.SubElement(case, "failure", type="fail", message=_xml(text))
+            failures += 1
+        elif verdict is not Verdict.PASS:
+            kind = "could_not_judge" if verdict is Verdict.ERROR else "inconclusive"
+            ET.SubElement(case, "error", type=kind, message=_xml(text))
+            errors += 1
+    for key, number in (
+        ("tests", len(cases)),
+        ("failures", failures),
+        ("errors", errors),
+        ("skipped", skipped),
+    ):
+        suite.set(key, str(number))
 
 
 def _xml(text: str) -> str:
@@ -226,9 +244,9 @@ _ACTION_WORDS = {
 }
 
 
-def summary_markdown(decisions: Sequence[Decision]) -> str:
+def summary_markdown(decisions: Sequence[Decision], checks: Sequence[Check] = ()) -> str:
     """A short summary for a pipeline's step summary: a table of routes, then what did not pass."""
-    code = exit_code(decisions)
+    code = exit_code(decisions, checks)
     lines = [
         "## speccheck",
         "",
@@ -241,7 +259,11 @@ def summary_markdown(decisions: Sequence[Decision]) -> str:
         f"| {_cell(d.route)} | {d.stage} | **{_ACTION_WORDS[d.action]}** | {_cell(d.reason)} |"
         for d in decisions
     ]
-    if not decisions:
+    lines += [
+        f"| - | {_cell(check.name)} | **{check.verdict.word}** | {_cell(check.why)} |"
+        for check in checks
+    ]
+    if not decisions and not checks:
         lines.append("| - | - | **nothing was decided** | - |")
     open_findings = [(d, f) for d in decisions for f in d.findings if f.verdict is not Verdict.PASS]
     if open_findings:

@@ -7,6 +7,7 @@ list of decisions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -31,13 +32,6 @@ from speccheck.records import (
 )
 from speccheck.store import RecordedDecision, StageResult, Store
 
-_CODES = {
-    Verdict.PASS: ExitCode.PASS,
-    Verdict.INCONCLUSIVE: ExitCode.INCONCLUSIVE,
-    Verdict.ERROR: ExitCode.COULD_NOT_JUDGE,
-    Verdict.FAIL: ExitCode.JUDGED_BAD,
-}
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -48,7 +42,13 @@ class Outcome:
     """Stages that the command is about, by name."""
     decisions: tuple[Decision, ...]
     """One per route."""
-    exit_code: ExitCode
+    checks: tuple[decision.Check, ...] = ()
+    """What is judged beside routes: the fixture, and the packet where one was written."""
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """The code that every form of the outcome tells."""
+        return decision.exit_code(self.decisions, self.checks)
 
     def to_dict(self) -> dict[str, Any]:
         """For `--json`."""
@@ -133,24 +133,37 @@ def find_receipt(store: Store, run_id: str, receipt_id: str) -> tuple[Receipt, A
 # --- decisions ----------------------------------------------------------------------------------
 
 
-def outcome(store: Store, run_id: str, stages: Sequence[Stage] = tuple(Stage)) -> Outcome:
-    """What the given stages came to: of all four for a whole run, of one for `speccheck stage`."""
+def outcome(
+    store: Store,
+    run_id: str,
+    stages: Sequence[Stage] = tuple(Stage),
+    written: WrittenPacket | None = None,
+) -> Outcome:
+    """What the given stages came to: of all four for a whole run, of one for `speccheck stage`.
+
+    `written` is the packet, where the command wrote one: an incomplete one is a failure.
+    """
     results = {
         str(stage): result
         for stage in stages
         if (result := store.get_stage(run_id, stage)) is not None
     }
-    whole = tuple(stages) == tuple(Stage)
     made = _standing(store, run_id, stages)
-    if whole:
+    if tuple(stages) == tuple(Stage):
         made = [*made, *_unfinished(store, run_id, made)]
-    final = decision.final(made)
+    checks = _checks(results)
+    if written is not None and written.missing:
+        why = f"no {', '.join(written.missing)} view"
+        checks.append(decision.Check("packet", Verdict.FAIL, why))
+    return Outcome(run_id, results, tuple(decision.final(made)), tuple(checks))
+
+
+def _checks(results: Mapping[str, StageResult]) -> list[decision.Check]:
     proof = results.get(Stage.FIXTURE)
-    codes = [decision.exit_code(final)] if final or not proof else []
-    if proof is not None:
-        codes.append(_CODES[proof.verdict])
-    worst = max(codes, key=[*_CODES.values()].index)
-    return Outcome(run_id, results, tuple(final), worst)
+    if proof is None:
+        return []
+    why = "; ".join(proof.evidence["reasons"]) or "exact law and sampled runs agree with the target"
+    return [decision.Check("fixture", proof.verdict, why)]
 
 
 def _standing(store: Store, run_id: str, stages: Sequence[Stage]) -> list[Decision]:
@@ -163,20 +176,22 @@ def _standing(store: Store, run_id: str, stages: Sequence[Stage]) -> list[Decisi
 
 
 def _unfinished(store: Store, run_id: str, made: Sequence[Decision]) -> list[Decision]:
-    """For routes that nothing speaks against and the canary has not seen: not decided yet."""
+    """For routes that nothing speaks against while a stage has not run: not decided yet.
+
+    A canary alone promotes nothing: what the stages before it would have said is not known.
+    """
+    proof = store.get_stage(run_id, Stage.FIXTURE)
     found = []
-    for name in store.run(run_id).config["rollout"]["routes"]:
-        route = name["name"]
+    for entry in store.run(run_id).config["rollout"]["routes"]:
+        route = entry["name"]
         mine = [d for d in made if d.route == route]
-        if any(d.action is not Action.PROMOTE or d.stage == Stage.CANARY for d in mine):
+        ran = {d.stage for d in mine} | ({Stage.FIXTURE} if proof is not None else set())
+        missing = [stage for stage in Stage if stage not in ran]
+        if not missing or any(d.action is not Action.PROMOTE for d in mine):
             continue
-        passed = [d.stage for d in mine]
-        reason = (
-            f"passed {' and '.join(passed)}; the stages after have not run"
-            if passed
-            else "no stage has judged it yet"
-        )
-        last = Stage(passed[-1]) if passed else Stage.FIXTURE
+        passed = [stage for stage in Stage if stage in ran]
+        reason = f"not judged yet: {', '.join(missing)} did not run"
+        last = passed[-1] if passed else Stage.FIXTURE
         found.append(Decision(route, Action.INCONCLUSIVE, last, reason, ()))
     return found
 
@@ -266,6 +281,8 @@ def _latest_arms(known: Sequence[ArmDescription]) -> dict[Arm, ArmDescription]:
 def _matrix_limits(config: Mapping[str, Any]) -> matrix.MatrixLimits:
     limits = config["guardrails"]["speculative_decoding_guardrails"]
     return matrix.MatrixLimits(
-        min_speedup=limits.get("min_speedup") or 1.0,
-        max_tpot_p95_ratio=1 + (limits.get("max_tpot_p95_regression") or 0.10),
+        min_speedup=1.0 if (speedup := limits.get("min_speedup")) is None else speedup,
+        max_tpot_p95_ratio=math.inf
+        if (slower := limits.get("max_tpot_p95_regression")) is None
+        else 1 + slower,
     )

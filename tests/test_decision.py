@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rule_receipts import pairs
 
 from speccheck import lossless, measure
-from speccheck.decision import decide, exit_code, junit, summary_markdown, verdict_of
+from speccheck.decision import Check, decide, exit_code, junit, summary_markdown, verdict_of
 from speccheck.errors import ExitCode
 from speccheck.guardrails import RULES, RuleLimit, judge
 from speccheck.lossless import Case, Compared, Divergence
@@ -339,3 +339,18 @@ def test_any_text_gives_well_formed_xml(text):
     """Characters that XML cannot hold are written as escapes."""
     found = decide("chat", Stage.SHADOW, [finding(F, cohort=text)])
     parsed(junit([found]))
+
+
+def test_checks_beside_routes_agree_in_every_form():
+    """A fixture that failed, or passed alone, says the same in exit code, JUnit and summary."""
+    for verdict, code in (
+        (Verdict.PASS, ExitCode.PASS),
+        (Verdict.FAIL, ExitCode.JUDGED_BAD),
+        (Verdict.ERROR, ExitCode.COULD_NOT_JUDGE),
+    ):
+        checks = [Check("fixture", verdict, "because")]
+        assert exit_code([], checks) is code
+        report = parsed(junit([], checks))
+        red = report.findall(".//failure") + report.findall(".//error")
+        assert bool(red) == (code is not ExitCode.PASS)
+        assert f"Exit code {int(code)}" in summary_markdown([], checks)

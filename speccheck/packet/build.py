@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from speccheck.decision import exit_code
+from speccheck.decision import Check, exit_code
 from speccheck.errors import ExitCode
 from speccheck.packet import view
 from speccheck.packet.cohorts import matrix_view
@@ -29,7 +29,7 @@ from speccheck.packet.parts import STAGES, counted, listed
 from speccheck.packet.proof import fixture_view
 from speccheck.packet.service import service_view
 from speccheck.packet.view import Mark, Missing
-from speccheck.records import SCHEMA_VERSION, Action, Decision
+from speccheck.records import SCHEMA_VERSION, Action, Decision, Verdict
 
 _SENTENCES = {
     Action.FALL_BACK: "Speculative decoding is turned off on {}.",
@@ -63,7 +63,7 @@ def build_view(evidence: RunEvidence) -> view.PacketView:
     )
     final = final_decisions(evidence)
     stages = tuple(stage_line(name, evidence.stages.get(name)) for name in STAGES)
-    code = ExitCode.JUDGED_BAD if missing else exit_code(evidence.decisions)
+    code = exit_code(evidence.decisions, _checks(evidence, missing))
     headline = _headline(final, missing, code)
     return view.PacketView(
         schema_version=SCHEMA_VERSION,
@@ -89,6 +89,15 @@ def build_view(evidence: RunEvidence) -> view.PacketView:
         comparison=comparison_view(evidence),
         not_proved=not_proved(evidence),
     )
+
+
+def _checks(evidence: RunEvidence, missing: Sequence[view.MissingView]) -> list[Check]:
+    """What is judged beside routes: the fixture, and whether the packet is whole."""
+    checks = [Check("packet", Verdict.FAIL, "a view is missing")] if missing else []
+    proof = evidence.stages.get("fixture")
+    if proof is not None:
+        checks.append(Check("fixture", Verdict[proof["verdict"].upper()], ""))
+    return checks
 
 
 def _mark(final: Sequence[Decision], missing: Sequence[view.MissingView], code: ExitCode) -> Mark:
