@@ -36,9 +36,6 @@ from speccheck.records import (
     Verdict,
 )
 
-POOLED = ("error_rate", "unsupported_requests")
-"""Metrics of the canary that are taken over all stages of the run, see `over_all_stages`."""
-
 
 def plan_step(run: RunContext, route: Route, step: int, share: float) -> list[PlannedRequest]:
     """One step: Poisson arrivals, a sticky share of the keys on the speculative arm."""
@@ -66,9 +63,9 @@ def phase_name(route: str, step: int) -> str:
 
 
 def planned_looks(run: RunContext) -> int:
-    """How often a route is looked at, at most; the level of failing is shared between them."""
+    """How often a route is judged, at most, the end included; the level of failing is shared."""
     settings = run.rollout.canary
-    return max(1, len(settings.shares) * settings.requests_per_step // settings.look_every)
+    return 1 + len(settings.shares) * settings.requests_per_step // settings.look_every
 
 
 def look(
@@ -252,20 +249,25 @@ def event_evidence(
     ]
 
 
-def over_all_stages(run: RunContext, route: str) -> list[Measurement]:
-    """Errors and refusals of a route's speculative requests in every stage of this run.
+def with_earlier_errors(
+    run: RunContext, route: str, measured: Sequence[Measurement]
+) -> list[Measurement]:
+    """The canary's measurements, its error rate taken over all stages where the canary had none.
 
-    A rate of 1 % takes some 300 requests to certify, more than one stage sends to a small route.
+    A rate of 1 % takes some 300 clean requests to certify, more than a canary sends to a small
+    route, so the route's requests in replay and shadow count as well. Not where the canary itself
+    saw errors: they must not drown in clean requests of another kind. Reruns are left out.
     """
+    alone = next(m for m in measured if m.metric == "error_rate" and not m.cohort)
+    if alone.estimate is None or alone.estimate.value > 0:
+        return list(measured)
     receipts = [
         replace(r, stage=Stage.CANARY)
         for r in run.store.receipts(run.run_id, route=route, warm_up=False)
+        if not r.phase.endswith("-confirm")
     ]
-    measured = measure.measure_route(
-        receipts, stage=Stage.CANARY, route=route, rng=run.rng("errors", route)
-    )
-    return [
-        replace(m, note=f"{m.note}; replay, shadow and canary together".removeprefix("; "))
-        for m in measured
-        if m.metric in POOLED and m.cohort == ""
-    ]
+    rng = run.rng("errors", route)
+    together = measure.measure_route(receipts, stage=Stage.CANARY, route=route, rng=rng)
+    pooled = next(m for m in together if m.metric == "error_rate" and not m.cohort)
+    note = f"{pooled.note}, in replay, shadow and canary together"
+    return [replace(pooled, note=note) if m is alone else m for m in measured]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
@@ -52,9 +53,13 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         )
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output (head, less) went away; that is no failure of ours.
+        # The reader of our output (head, less) went away before it heard the verdict: no pass.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = ExitCode.PASS
+        code = ExitCode.INTERRUPTED
+    except Exception:  # noqa: BLE001
+        # A bug of ours keeps its traceback, and must not look like a judgement (Python's own 1).
+        traceback.print_exc()
+        code = ExitCode.COULD_NOT_JUDGE
     sys.exit(int(code or 0))
 
 

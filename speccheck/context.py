@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -197,10 +197,23 @@ class RunContext:
             if (prompt.priority == PROTECTED if tasks is None else _has_task(prompt, tasks))
         )
 
-    def differences(self) -> dict[str, tuple[Any, Any]]:
-        """What differs between the arms beside speculation and was not waived."""
-        found = launch.differences(self.arms())
-        return {name: pair for name, pair in found.items() if name not in self.rollout.waive}
+    def measured_arms(self) -> launch.Arms | None:
+        """What the arms ran when this run was measured; None before both have been."""
+        known = {arm.arm: arm for arm in self.store.arms(self.run_id)}
+        if len(known) < len(Arm):
+            return None
+        return launch.Arms(known[Arm.TARGET_ONLY], known[Arm.SPECULATIVE])
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file into the run's folder.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        try:
+            (self.out / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise StoreError(f"{self.out / name}: cannot be written ({error.strerror})") from None
 
 
 def route_prompts(

@@ -10,9 +10,9 @@ as much as k+1 steps on a full one, so each load level is measured by itself.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -224,28 +224,48 @@ def _acceptance(spec: Sequence[Receipt], measured: Measured) -> list[Measurement
         parts.append("no speculative request carries draft counts")
     note = "; ".join(parts)
     worst = sorted(drafting, key=lambda r: (r.accepted_tokens or 0) / (r.proposed_tokens or 1))
-    A = [r.accepted_tokens or 0 for r in drafting]
-    D = [r.proposed_tokens or 0 for r in drafting]
     stepping = [r for r in drafting if r.verify_steps]
-    steps = [r.verify_steps or 0 for r in stepping]
-    A_stepping = [r.accepted_tokens or 0 for r in stepping]
+
+    def accepted_per_drafted(alpha: float) -> Estimate:
+        A, D = (_by_prompt(drafting, name) for name in ("accepted_tokens", "proposed_tokens"))
+        return _clustered(stats.acceptance_rate(A, D, alpha=alpha), drafting)
+
+    def length(alpha: float) -> Estimate:
+        A, S = (_by_prompt(stepping, name) for name in ("accepted_tokens", "verify_steps"))
+        return _clustered(stats.mean_acceptance_length(A, S, alpha=alpha), stepping)
+
     return [
         measured(
             "acceptance_rate",
-            (lambda a: stats.acceptance_rate(A, D, alpha=a)) if drafting else None,
+            accepted_per_drafted if drafting else None,
             note,
             worst,
         ),
         measured(
             "mean_acceptance_length",
-            (lambda a: stats.mean_acceptance_length(A_stepping, steps, alpha=a))
-            if stepping
-            else None,
+            length if stepping else None,
             note if stepping else "no speculative request carries verify steps",
             worst,
         ),
         _coverage(counted, measured),
     ]
+
+
+def _by_prompt(receipts: Sequence[Receipt], name: str) -> list[int]:
+    """Sums of a count per prompt: repeats of a prompt are one cluster, copies at temperature 0."""
+    sums: dict[str, int] = defaultdict(int)
+    for r in receipts:
+        sums[r.prompt_id] += getattr(r, name) or 0
+    return list(sums.values())
+
+
+def _clustered(estimate: Estimate, receipts: Sequence[Receipt]) -> Estimate:
+    """N counts requests, as rules ask for; the method says how many prompts they were."""
+    prompts = len({r.prompt_id for r in receipts})
+    if prompts == len(receipts):
+        return estimate
+    method = f"{estimate.method}, {prompts} prompts as clusters"
+    return replace(estimate, n=len(receipts), method=method)
 
 
 def _coverage(counted: Sequence[Receipt], measured: Measured) -> Measurement:
@@ -288,7 +308,8 @@ def _latency(
         note = f"{note}; {len(values) - len(known)} pairs without times".removeprefix("; ")
     metrics = [f"{name}_{label}_ratio" for label in QUANTILES]
     if not known and not pairing.pairs and pairing.target and pairing.speculative:
-        return _unpaired_latency(pairing, name, get, measured, rng)
+        least = tpot_min_tokens if name == "tpot" else 0
+        return _unpaired_latency(pairing, name, get, measured, rng=rng, least=least)
     if not known:
         none = note or "no completed pair"
         return [
@@ -337,16 +358,24 @@ def _unpaired_latency(
     name: str,
     get: Callable[[Receipt], float | None],
     measured: Measured,
+    *,
     rng: np.random.Generator,
+    least: int,
 ) -> list[Measurement]:
     """A canary sends each request to one arm: independent samples.
 
     Each arm is resampled; where that says nothing (a tail of too few values) the conservative
-    order-statistic ratio is left.
+    order-statistic ratio is left. Outputs under `least` tokens are left out.
     """
 
     def values(side: Sequence[Receipt]) -> list[float]:
-        return [v for r in side if r.outcome == Outcome.OK and (v := get(r)) is not None]
+        return [
+            v
+            for r in side
+            if r.outcome == Outcome.OK
+            and (r.completion_tokens or 0) >= least
+            and (v := get(r)) is not None
+        ]
 
     target, speculative = values(pairing.target), values(pairing.speculative)
     if not target or not speculative:
@@ -354,6 +383,8 @@ def _unpaired_latency(
             measured(f"{name}_{label}_ratio", None, "one arm has no times") for label in QUANTILES
         ]
     note = f"unpaired: {len(target)} target-only and {len(speculative)} speculative requests"
+    if least:
+        note += f" of {least} tokens and more"
     draws = stats.unpaired_quantile_ratios(target, speculative, tuple(QUANTILES.values()), rng=rng)
     found = [
         measured(

@@ -58,14 +58,15 @@ def plan_mirror(run: RunContext, routes: Sequence[Route]) -> list[PlannedRequest
         )
     protected = run.protected_prompts()
     if protected:
-        # Mirrored as well, so that both servers carry the same load and compare fairly. The copy is
-        # no protected traffic: nobody waits for it.
+        # Mirrored as well, so that both servers carry the same load and compare fairly. The copy
+        # is no protected traffic: nobody waits for it.
+        phase = replace(_phase(run, Sampler()), priorities=_priorities(run))
         offsets_s = np.sort(rng.uniform(0, total_s, round(settings.protected_rate_per_s * total_s)))
         arrivals += [
             replace(request, prompt=replace(request.prompt, priority="normal"))
             if request.mirror
             else request
-            for request in plan.mirror(_phase(run, Sampler()), protected, offsets_s, rng=rng)
+            for request in plan.mirror(phase, protected, offsets_s, rng=rng)
         ]
     half = settings.blocks // 2
     length_s = mirrored_s / half
@@ -99,6 +100,17 @@ def _phase(run: RunContext, sampler: Sampler) -> plan.Phase:
     return plan.Phase(
         run.run_id, Stage.SHADOW, PHASE, sampler, concurrency=run.rollout.shadow.max_in_flight
     )
+
+
+def _priorities(run: RunContext) -> dict[str, int]:
+    """The server's number for protected traffic (lower goes first).
+
+    Servers without priority scheduling refuse the field, so it is sent only where the captured
+    configuration says that they have it.
+    """
+    captured = run.arms().target_only.config.get("vllm_config", {})
+    policy = captured.get("scheduler_config", {}).get("policy")
+    return {PROTECTED: -1} if policy == "priority" else {}
 
 
 def _cut(

@@ -25,6 +25,7 @@ from speccheck import (
     decision,
     fixture,
     guardrails,
+    launch,
     lossless,
     measure,
     plan,
@@ -137,10 +138,8 @@ def fixture_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         chi2_sf=stats.chi2_sf,
     )
     texts = [fixture.format_trace(trace) for trace in result.traces]
-    (run.out / "traces.txt").write_text("\n\n".join(texts) + "\n", encoding="utf-8")
-    (run.out / "traces.json").write_text(
-        json.dumps(list(result.traces), indent=1), encoding="utf-8"
-    )
+    run.write("traces.txt", "\n\n".join(texts) + "\n")
+    run.write("traces.json", json.dumps(list(result.traces), indent=1))
     return Judged(
         evidence=result.to_dict(),
         reasons=list(result.reasons),
@@ -289,16 +288,11 @@ def canary_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
             run.run_id, stage=Stage.CANARY, route=route.name, warm_up=False
         )
         rng = run.rng("canary", route.name)
-        measured = [
-            *(
-                m
-                for m in measure.measure_route(
-                    receipts, stage=Stage.CANARY, route=route.name, rng=rng
-                )
-                if m.metric not in canary.POOLED
-            ),
-            *canary.over_all_stages(run, route.name),
-        ]
+        measured = canary.with_earlier_errors(
+            run,
+            route.name,
+            measure.measure_route(receipts, stage=Stage.CANARY, route=route.name, rng=rng),
+        )
         _judge_route(run, judged, Stage.CANARY, route.name, measured, fell_back=guard.decision)
         origin_ns = _canary_origin_ns(run)
         judged.evidence["origin_ns"] = origin_ns
@@ -401,7 +395,14 @@ def _findings(
     """
     later = list(Stage)[list(Stage).index(stage) + 1 :]
     found = []
-    for finding in guardrails.judge(_rules(run, route), measured, stage=stage, route=route):
+    shared = canary.planned_looks(run) if stage is Stage.CANARY else 1
+    for finding in guardrails.judge(
+        _rules(run, route),
+        measured,
+        stage=stage,
+        route=route,
+        alpha_fail=guardrails.ALPHA_FAIL / shared,
+    ):
         rule = guardrails.RULES[finding.rule]
         made = finding
         if late and rule.metric.startswith(_TIMED):
@@ -441,13 +442,12 @@ def _judge_route(
 ) -> None:
     """Findings and decision of one route, added to what the stage found."""
     health = _health(run, stage)
-    late = "" if health.get("valid", True) else str(health["reasons"][0])
+    late = "" if health["valid"] else str(health["reasons"][0])
     if late and not judged.reasons:
         judged.reasons.append(f"our client was late, so times are void: {late}")
     findings = _findings(run, stage, route, measured, late=late)
     judged.measurements += measured
     judged.findings += findings
-    differing = run.differences() if run.health else {}
     judged.decisions.append(
         fell_back
         or decision.decide(
@@ -455,19 +455,34 @@ def _judge_route(
             stage,
             findings,
             k=run.rollout.speculation.get("num_speculative_tokens"),
-            invalid=_invalid(differing),
+            invalid=_invalid(run),
         )
     )
 
 
-def _invalid(differing: Mapping[str, tuple[Any, Any]]) -> str:
-    if not differing:
+def _invalid(run: RunContext) -> str:
+    """Why the arms that were measured cannot be compared, or empty.
+
+    From what was captured when they were measured, so that it holds in a resumed run too.
+    """
+    pair = run.measured_arms()
+    if pair is None:
         return ""
-    name, (target, speculative) = next(iter(differing.items()))
-    return (
-        f"the arms differ in more than speculation: {name} is {target!r} on target-only and "
-        f"{speculative!r} on the other; make them equal, or name it under `waive`"
-    )
+    for name, (target, speculative) in launch.differences(pair).items():
+        if name not in run.rollout.waive:
+            return (
+                f"the arms differ in more than speculation: {name} is {target!r} on target-only "
+                f"and {speculative!r} on the other; make them equal, or name it under `waive`"
+            )
+    captured = pair.speculative.speculative_config or {}
+    refused = coverage.check_coverage(captured)
+    if refused:
+        return f"the speculative server's own configuration is not proved: {refused[0]}"
+    for name in ("method", "num_speculative_tokens", "rejection_sample_method"):
+        stated, found = run.rollout.speculation.get(name), captured.get(name)
+        if None not in (stated, found) and stated != found:
+            return f"the speculative server runs {name} {found!r}, the rollout says {stated!r}"
+    return ""
 
 
 def _keep(run: RunContext, stage: Stage, judged: Judged, started: str) -> None:
@@ -512,17 +527,18 @@ def _counts(receipts: Sequence[Receipt]) -> dict[str, int]:
 
 
 def _health(run: RunContext, stage: Stage) -> dict[str, Any]:
-    """`packet.ClientHealth` of a stage; what an earlier process kept if this one sent nothing."""
+    """`packet.ClientHealth` of a stage, from all its receipts.
+
+    Stalls and CPU are known for what this process drove; else what an earlier one kept is shown.
+    """
     if stage is Stage.FIXTURE:
         return {"not_measured": "no requests are sent"}
-    if run.health:
-        receipts = run.store.receipts(run.run_id, stage=stage, warm_up=False)
-        return asdict(pooled_health(run.health, receipts))
     before = run.store.get_stage(run.run_id, stage)
-    if before is None:
-        return {"not_measured": "everything had been sent by an earlier process"}
-    kept: dict[str, Any] = before.evidence["client_health"]
-    return kept
+    if not run.health and before is not None:
+        kept: dict[str, Any] = before.evidence["client_health"]
+        return kept
+    receipts = run.store.receipts(run.run_id, stage=stage, warm_up=False)
+    return asdict(pooled_health(run.health, receipts))
 
 
 def _now() -> str:

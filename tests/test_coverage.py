@@ -15,7 +15,6 @@ from speccheck.coverage import check_coverage
         {"method": "deepseek_mtp", "rejection_sample_method": "standard"},
         {"method": "draft_model", "rejection_sample_method": "block"},
         {"method": "suffix", "rejection-sample-method": "standard", "lenience": 1},
-        {"algorithm": "sampler_match", "method": "draft_model"},
         {"synthetic_acceptance_rates": None, "enable_adaptive_verification": False},
     ],
 )
@@ -56,3 +55,16 @@ def test_lossy_and_unknown_configs_are_refused(config, message):
 def test_every_reason_is_given():
     """Two wrong settings, two reasons."""
     assert len(check_coverage({"rejection_sample_method": "fly", "lenience": 0.5})) == 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"method": "draft_model", "algorithm": "sampler_match"},
+        {"method": "draft_model", "rejection_sample_method": "target_only"},
+        {"method": "draft_model", "draft_sample_method": "sampled_one_hot"},
+    ],
+)
+def test_what_no_server_can_be_told_is_not_covered(config):
+    """A name that the fixture knows and that maps to nothing it would prove here is refused."""
+    assert check_coverage(config)

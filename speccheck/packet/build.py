@@ -94,6 +94,8 @@ def build_view(evidence: RunEvidence) -> view.PacketView:
 def _checks(evidence: RunEvidence, missing: Sequence[view.MissingView]) -> list[Check]:
     """What is judged beside routes: the fixture, and whether the packet is whole."""
     checks = [Check("packet", Verdict.FAIL, "a view is missing")] if missing else []
+    if not evidence.decisions:
+        checks.append(Check("routes", Verdict.ERROR, "no route was decided"))
     proof = evidence.stages.get("fixture")
     if proof is not None:
         checks.append(Check("fixture", Verdict[proof["verdict"].upper()], ""))
