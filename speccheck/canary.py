@@ -12,6 +12,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -84,6 +85,15 @@ def _start_worker() -> None:
     """Looks give way to the load loop and to servers on this machine; Ctrl-C is for the parent."""
     os.nice(5)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed closes no pool, and a pool's worker would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 class Guard:
@@ -219,7 +229,7 @@ def steps_evidence(
                 "verdict": "fail" if broke else "pass",
                 "why": f"the route fell back; {moved} requests went to target-only instead"
                 if broke
-                else "no guardrail failed",
+                else "no guardrail failed so far",
                 "looks": guard.looks if step == 0 else [],
             }
         )

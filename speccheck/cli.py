@@ -12,7 +12,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 
@@ -29,6 +30,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 OUT = "speccheck-run"
 PATH = click.Path(path_type=Path)
+STAGES = click.Choice(["fixture", "replay", "shadow", "canary"])
+
+
+def _report_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """A file that is written at the end; whether it can be is asked before anything is sent."""
+    if path is not None and path.is_dir():
+        raise click.BadParameter(f"{path} is a folder; name a file", ctx, param)
+    if path is not None and not path.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {path.parent}; make it first", ctx, param)
+    return path
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -54,13 +65,27 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:
         # The reader of our output (head, less) went away before it heard the verdict: no pass.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _nobody_reads()
         code = ExitCode.INTERRUPTED
     except Exception:  # noqa: BLE001
         # A bug of ours keeps its traceback, and must not look like a judgement (Python's own 1).
         traceback.print_exc()
         code = ExitCode.COULD_NOT_JUDGE
     sys.exit(int(code or 0))
+
+
+def _nobody_reads() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """Around the last words of a command: its exit code stands, whether or not they are read."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _nobody_reads()
 
 
 def _say_error(text: str, code: ExitCode, arguments: Sequence[str]) -> None:
@@ -85,6 +110,25 @@ def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
+report_options = _options(
+    click.option(
+        *("--junit", "junit"),
+        type=PATH,
+        callback=_report_file,
+        default=None,
+        metavar="FILE",
+        help="Write the findings as JUnit XML.",
+    ),
+    click.option(
+        *("--summary", "summary"),
+        type=PATH,
+        callback=_report_file,
+        default=None,
+        metavar="FILE",
+        help="Append a Markdown summary (for a pipeline's step summary).",
+    ),
+)
+
 rollout_options = _options(
     click.option(
         *("--rollout", "rollout"),
@@ -102,20 +146,7 @@ rollout_options = _options(
     ),
     click.option("--again", is_flag=True, help="Measure anew, as a new run, what was measured."),
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
-    click.option(
-        *("--junit", "junit"),
-        type=PATH,
-        default=None,
-        metavar="FILE",
-        help="Write the findings as JUnit XML.",
-    ),
-    click.option(
-        *("--summary", "summary"),
-        type=PATH,
-        default=None,
-        metavar="FILE",
-        help="Append a Markdown summary (for a pipeline's step summary).",
-    ),
+    report_options,
 )
 
 out_option = click.option(
@@ -221,7 +252,7 @@ def run(
 
 
 @cli.command()
-@click.argument("name", type=click.Choice(["fixture", "replay", "shadow", "canary"]))
+@click.argument("name", type=STAGES)
 @rollout_options
 @click.option("--keep-going", is_flag=True, help="Run although the stages before did not pass.")
 def stage(
@@ -301,13 +332,14 @@ def _tell(
                 file.write(decision.summary_markdown(ended.decisions, ended.checks))
     except OSError as error:
         raise StoreError(f"{error.filename}: cannot be written ({error.strerror})") from None
-    if as_json:
-        packet = {} if written is None else {"packet": written.to_dict()}
-        _print_json(ended.to_dict() | packet)
-    else:
-        from speccheck.console import outcome_page
+    with _reader_may_leave():
+        if as_json:
+            packet = {} if written is None else {"packet": written.to_dict()}
+            _print_json(ended.to_dict() | packet)
+        else:
+            from speccheck.console import outcome_page
 
-        outcome_page(ended, written)
+            outcome_page(ended, written)
     return ended.exit_code
 
 
@@ -395,8 +427,7 @@ def serve(
 @cli.command()
 @store_options
 @click.option("--json", "as_json", is_flag=True, help="Print the decisions as JSON.")
-@click.option("--junit", type=PATH, default=None, metavar="FILE")
-@click.option("--summary", type=PATH, default=None, metavar="FILE")
+@report_options
 def decide(
     out: Path,
     run_id: str | None,
@@ -433,13 +464,14 @@ def packet(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
 
     with outcome.open_store(out) as store:
         written = outcome.write_packet(store, outcome.pick_run(store, run_id), out)
-    if as_json:
-        _print_json(written.to_dict())
-    else:
-        for path in written.files.values():
-            click.echo(path)
-        if written.missing:
-            click.echo(f"INCOMPLETE: no {', '.join(written.missing)} view", err=True)
+    with _reader_may_leave():
+        if as_json:
+            _print_json(written.to_dict())
+        else:
+            for path in written.files.values():
+                click.echo(path)
+            if written.missing:
+                click.echo(f"INCOMPLETE: no {', '.join(written.missing)} view", err=True)
     return ExitCode.JUDGED_BAD if written.missing else ExitCode.PASS
 
 
@@ -450,10 +482,14 @@ def receipts() -> None:
 
 @receipts.command("list")
 @store_options
-@click.option("--stage", default=None)
+@click.option("--stage", type=STAGES, default=None)
 @click.option("--arm", type=click.Choice(["target_only", "speculative"]), default=None)
 @click.option("--route", default=None)
-@click.option("--outcome", default=None, help="ok, error, rejected, incomplete or cancelled.")
+@click.option(
+    "--outcome",
+    type=click.Choice(["ok", "error", "rejected", "incomplete", "cancelled"]),
+    default=None,
+)
 @click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True)
 @click.option("--json", "as_json", is_flag=True)
 def receipts_list(
@@ -517,7 +553,7 @@ def receipts_show(receipt_id: str, out: Path, run_id: str | None, as_json: bool)
     default=None,
     help="By the file's ending otherwise.",
 )
-@click.option("--stage", default=None)
+@click.option("--stage", type=STAGES, default=None)
 @click.option("--arm", type=click.Choice(["target_only", "speculative"]), default=None)
 @click.option("--route", default=None)
 def receipts_export(
@@ -555,9 +591,10 @@ def receipts_verify(out: Path) -> int:
 
     with outcome.open_store(out) as store:
         problems = store.verify()
-    for problem in problems:
-        click.echo(problem)
-    click.echo(f"{len(problems)} problems" if problems else "every id and hash agrees")
+    with _reader_may_leave():
+        for problem in problems:
+            click.echo(problem)
+        click.echo(f"{len(problems)} problems" if problems else "every id and hash agrees")
     return ExitCode.COULD_NOT_JUDGE if problems else ExitCode.PASS
 
 

@@ -9,6 +9,7 @@ control characters.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
@@ -21,6 +22,7 @@ from speccheck.records import Action, Answer, Arm, Decision, Receipt, Stage, Ver
 from speccheck.records import Outcome as RequestOutcome
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress, TaskID
 
     from speccheck.outcome import Outcome, WrittenPacket
@@ -72,8 +74,11 @@ class Reporter:
         """One plain line, above the live line if there is one."""
         if self._bar is not None:
             self._bar.console.print(printable(text), markup=False, highlight=False)
-        else:
+            return
+        try:
             print(printable(text), file=self._stream, flush=True)
+        except BrokenPipeError:  # `2>&1 | head`: nobody reads on, which must not end the run
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def stage(self, stage: Stage, text: str) -> None:
         """The heading of a stage."""
@@ -138,12 +143,23 @@ class Reporter:
 
 
 def outcome_page(ended: Outcome, written: WrittenPacket | None) -> None:
-    """What came of a command: stages, then each route with its decision and what made it."""
+    """What came of a command: stages, then each route with its decision and what made it.
+
+    Printed in one piece by ourselves: where the reader has left, rich would exit with a code of
+    its own, which here would be a verdict.
+    """
     from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.capture() as page:
+        _outcome(console, ended, written)
+    print("\n".join(line.rstrip(" ") for line in page.get().split("\n")), end="")
+
+
+def _outcome(console: Console, ended: Outcome, written: WrittenPacket | None) -> None:
     from rich.padding import Padding
     from rich.text import Text
 
-    console = Console(highlight=False)
     console.print()
     for name, result in ended.stages.items():
         mark = f"{MARKS[result.verdict]} {name}: {result.verdict.word}"

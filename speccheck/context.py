@@ -270,6 +270,12 @@ def read_rollout(path: Path) -> tuple[Rollout, Guardrails, Corpus]:
     return rollout, guardrails, corpus
 
 
+def _table_digest(path: Path, rollout: Rollout) -> str:
+    """Digest of the fixture table; what is wrong with the file is for its loader to say."""
+    table = resolve(rollout.fixture.table, path, package_dir("corpora") / "fixture_t4.json")
+    return digest("table", table.read_text(encoding="utf-8")) if table.is_file() else ""
+
+
 @contextmanager
 def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterator[RunContext]:
     """Open the run that a rollout file names, in `out`; begin it where it is new.
@@ -295,6 +301,7 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
         "rollout": rollout.model_dump(mode="json"),
         "guardrails": guardrails.model_dump(mode="json"),
         "speccheck": __version__,
+        "fixture_table": _table_digest(path, rollout),
     }
     with store.Store.open(out / STORE_NAME) as opened:
         identity = [config, corpus.digest]

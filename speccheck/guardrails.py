@@ -284,7 +284,7 @@ RULES: dict[str, Rule] = {
             30,
             30,
             "Mean speed-up of whole requests. Failing it means that speculation does not pay here."
-            " Judged with limit 1 in shadow where it is not set.",
+            " Judged with limit 1 where it is not set.",
             pays=True,
         ),
     )

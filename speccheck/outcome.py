@@ -112,7 +112,8 @@ def pick_run(store: Store, run_id: str | None) -> str:
     known = [run.run_id for run in store.runs()]
     found = [known_id for known_id in known if run_id is None or known_id.startswith(run_id)]
     if not found or (run_id is not None and len(found) > 1):
-        what = f"no run {run_id}" if run_id else "no run yet"
+        several = f"{len(found)} runs begin with {run_id!r}"
+        what = several if found else f"no run {run_id}" if run_id else "no run yet"
         raise UsageError(f"{store.path}: {what}; there are: {', '.join(known) or 'none'}")
     return found[-1]
 
