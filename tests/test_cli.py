@@ -129,6 +129,28 @@ def test_a_folder_that_cannot_be_written(folder: Path) -> None:
     refused(speccheck("stage", "fixture", "--out", "file/run", cwd=folder), 4, "file/run")
 
 
+def test_a_report_that_could_not_be_written(folder: Path) -> None:
+    """A report's missing folder is found before anything is measured."""
+    done = speccheck("stage", "fixture", "--junit", "gone/junit.xml", cwd=folder)
+    refused(done, 2, "--junit", "gone")
+    assert not (folder / "speccheck-run").exists()
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_the_exit_code_stands_when_nobody_reads(folder: Path, form: tuple[str, ...]) -> None:
+    """`speccheck ... 2>&1 | head -1` runs to its end and exits with its verdict."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "speccheck", "stage", "fixture", *form],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(60) == 0
+    assert speccheck("decide", cwd=folder).returncode == 4
+
+
 def test_a_store_that_is_held(folder: Path) -> None:
     """A second process on the same store gets one clear line and exit code 4."""
     from speccheck.store import Store
@@ -228,6 +250,12 @@ def test_receipts_without_a_run(tmp_path: Path) -> None:
     """Commands that read a run say that there is none."""
     for command in (["receipts", "list"], ["decide"], ["packet"]):
         refused(speccheck(*command, cwd=tmp_path), 4, "no receipts there")
+
+
+def test_filters_that_nothing_can_fit(tmp_path: Path) -> None:
+    """A mistyped stage or outcome is an error, not an empty list."""
+    for option in ("--stage", "--outcome"):
+        refused(speccheck("receipts", "list", option, "canray", cwd=tmp_path), 2, option, "canray")
 
 
 def test_corpus_import_and_check(tmp_path: Path) -> None:
