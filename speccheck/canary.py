@@ -55,7 +55,8 @@ def plan_step(run: RunContext, route: Route, step: int, share: float) -> list[Pl
     offsets = plan.poisson_offsets(settings.requests_per_step, settings.rate_per_s, rng)
     # The order of the prompts must not change between steps, or the same key would not come again.
     order = run.rng("canary-order", route.name)
-    return plan.canary(phase, prompts, offsets, rng=order, share=share, salt=run.run_id)
+    warm_up = plan.warm_up(replace(phase, concurrency=4), prompts, run.rollout.warm_up)
+    return warm_up + plan.canary(phase, prompts, offsets, rng=order, share=share, salt=run.run_id)
 
 
 def phase_name(route: str, step: int) -> str:

@@ -76,6 +76,8 @@ class RunContext:
     """Of every drive since the stage began; `run_stage` empties it."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _arms: launch.Arms | None = None
+    _warm: bool = False
+    """Whether this process has sent warm-up requests: servers that it started are cold before."""
 
     def arms(self) -> launch.Arms:
         """The running pair; started at the first call, stopped when the run closes.
@@ -124,6 +126,7 @@ class RunContext:
     ) -> None:
         """Send what this run has not sent yet; every receipt is in the store afterwards.
 
+        Warm-up requests of the plan go first, once per process: a resumed run has new servers.
         After `give_up_after` attempts in a row that cannot connect the drive ends in an error; with
         None each of them is a receipt, for those who judge errors.
 
@@ -133,9 +136,10 @@ class RunContext:
         """
         stages = {request.stage for request in plan}
         done = {key for stage in stages for key in self.store.done_keys(self.run_id, stage)}
-        left = remaining(plan, self.run_id, done)
-        if not any(not request.warm_up for request in left):
-            left = []
+        left = remaining([r for r in plan if not r.warm_up], self.run_id, done)
+        if left and not self._warm:
+            left = [r for r in plan if r.warm_up] + left
+            self._warm = True
 
         def finished(receipt: Receipt) -> None:
             self.report.receipt(receipt)
