@@ -60,7 +60,7 @@ def _fraction(value: Any) -> Any:
 Fraction = Annotated[float, BeforeValidator(_fraction), Field(ge=0, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=1, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=5, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=0, strict=True)]
+Count = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
 Positive = Annotated[int, Field(ge=1, strict=True)]
 
 
@@ -168,6 +168,14 @@ class Attached(Model):
             raise ValueError(f"{value!r} is not an http:// or https:// URL")
         return value.rstrip("/")
 
+    @model_validator(mode="after")
+    def _two(self) -> Attached:
+        if self.target_only == self.speculative:
+            raise ValueError(
+                f"both arms are {self.speculative!r}: one server cannot be compared with itself"
+            )
+        return self
+
 
 class CorpusConfig(Model):
     """Which prompts."""
@@ -183,7 +191,7 @@ class FixtureConfig(Model):
     """Probability fixture."""
 
     table: str = PACKAGED
-    seeds: Positive = 20_000
+    seeds: Annotated[int, Field(ge=1, le=10_000_000, strict=True)] = 20_000
     trace_seeds: tuple[Count, ...] | None = None
     """Runs to write down step by step; None picks one that accepts, corrects and discards."""
 

@@ -224,7 +224,17 @@ def _attach(rollout: Rollout) -> Arms:
         _describe(Arm.SPECULATIVE, attached.speculative, attached.model, key),
         key,
     )
+    if pair.target_only.speculative_config is not None:
+        raise UsageError(
+            f"attached.target_only: the server at {attached.target_only} speculates; "
+            "are the two URLs swapped?"
+        )
     if pair.speculative.speculative_config is None:
+        if _names_speculation(_server_info(attached.speculative, key)):
+            raise UsageError(
+                f"attached.speculative: the server at {attached.speculative} runs without a "
+                "speculative config; start it with one"
+            )
         # A server that does not say what it runs: the rollout's word is all there is.
         stated = replace(pair.speculative, speculative_config=rollout.speculation)
         return Arms(pair.target_only, stated, key)
@@ -246,7 +256,7 @@ def _describe(arm: Arm, url: str, model: str | None, key: str | None) -> ArmDesc
             f"{arm} server at {url}: no model {model!r}; it serves {', '.join(names)}"
         )
     version = _get_json(url, "/version", key, optional="version") or {}
-    info = _get_json(url, "/server_info?config_format=json", key, optional="server_info") or {}
+    info = _server_info(url, key)
     engine = info.get("engine") or ("vllm" if "vllm_config" in info else "unknown engine")
     speculative: list[Any] = []
     config = _without_speculation(info, speculative)
@@ -259,6 +269,18 @@ def _describe(arm: Arm, url: str, model: str | None, key: str | None) -> ArmDesc
         config=config,
     )
     return _with_digests(described)
+
+
+def _server_info(url: str, key: str | None) -> dict[str, Any]:
+    """The server's own account of its configuration; empty where it gives none."""
+    return _get_json(url, "/server_info?config_format=json", key, optional="server_info") or {}
+
+
+def _names_speculation(info: Mapping[str, Any]) -> bool:
+    """Whether a configuration has a speculative config in it, be it null."""
+    found: list[Any] = []
+    _without_speculation(info, found)
+    return bool(found)
 
 
 def _without_speculation(value: Any, found: list[Any]) -> Any:

@@ -105,16 +105,56 @@ def test_a_table_that_does_not_sum_to_one(folder: Path) -> None:
 
 def test_a_server_that_is_not_there(folder: Path) -> None:
     """Attached URLs that nobody answers at: exit code 4, with the URL."""
-    urls = "{target_only: 'http://127.0.0.1:9', speculative: 'http://127.0.0.1:9'}"
+    urls = "{target_only: 'http://127.0.0.1:9', speculative: 'http://127.0.0.1:19'}"
     edit(folder / "rollout.yaml", "warm_up: 1", f"warm_up: 1\nengine: attached\nattached: {urls}")
     refused(
         speccheck("stage", "replay", cwd=folder), 4, "http://127.0.0.1:9", "is the server running?"
     )
 
 
+def test_one_server_for_both_arms(folder: Path) -> None:
+    """The same URL on both arms would compare a server with itself."""
+    urls = "{target_only: 'http://127.0.0.1:9/', speculative: 'http://127.0.0.1:9'}"
+    edit(folder / "rollout.yaml", "warm_up: 1", f"warm_up: 1\nengine: attached\nattached: {urls}")
+    refused(speccheck("run", "--dry-run", cwd=folder), 2, "rollout.yaml:", "both arms")
+
+
+@pytest.mark.parametrize(
+    ("speculates", "word"),
+    [((True, False), "swapped"), ((False, False), "without a speculative config")],
+    ids=["swapped", "none"],
+)
+def test_attached_servers_that_are_no_pair(
+    monkeypatch: pytest.MonkeyPatch, speculates: tuple[bool, bool], word: str
+) -> None:
+    """Arms that say they run what they should not are refused before anything is sent."""
+    from speccheck import launch
+    from speccheck.config import Rollout
+    from speccheck.errors import UsageError
+
+    def reply(url: str, path: str, *_: object, **__: object) -> dict[str, object]:
+        if path == "/v1/models":
+            return {"data": [{"id": "target"}]}
+        config = {"method": "ngram"} if speculates[url.endswith("2")] else None
+        return {"vllm_config": {"speculative_config": config}}
+
+    monkeypatch.setattr(launch, "_get_json", reply)
+    rollout = Rollout.model_validate(
+        {
+            "name": "test",
+            "engine": "attached",
+            "attached": {"target_only": "http://arm/1", "speculative": "http://arm/2"},
+            "speculation": {"method": "ngram"},
+            "routes": [{"name": "support"}],
+        }
+    )
+    with pytest.raises(UsageError, match=word), launch.arms(rollout, Path("unused")):
+        pass
+
+
 def test_an_api_key_that_is_not_set(folder: Path) -> None:
     """A key is asked for by the name of its variable."""
-    urls = "target_only: 'http://127.0.0.1:9', speculative: 'http://127.0.0.1:9'"
+    urls = "target_only: 'http://127.0.0.1:9', speculative: 'http://127.0.0.1:19'"
     edit(
         folder / "rollout.yaml",
         "warm_up: 1",

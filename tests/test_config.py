@@ -101,6 +101,8 @@ def test_a_broken_rule_is_an_error_with_its_line(
         (ROLLOUT + "engine: attached\n", "two URLs"),
         (ROLLOUT + "engine: attached\nattached: {target_only: ftp://x, speculative: y}\n", "http"),
         (ROLLOUT + "canary: {shares: [0.5, 0.2]}\n", "must grow"),
+        (ROLLOUT + "fixture: {seeds: 1000000000000}\n", "less than or equal"),
+        (ROLLOUT + f"warm_up: {10**30}\n", "less than or equal"),
         (ROLLOUT + "canary: {shares: [0.5, 1]}\n", "control arm"),
         (ROLLOUT + "shadow: {blocks: 6}\n", "multiple of 4"),
         (ROLLOUT.replace("name: support", "name: '<script>'"), "pattern"),
