@@ -87,7 +87,7 @@ class RunContext:
             UsageError: this run was begun on another engine or configuration.
         """
         if self._arms is None:
-            self.report.line("  starting the two servers")
+            self.report.line("  waiting for the two servers")
             pair = self._stack.enter_context(launch.arms(self.rollout, self.out / "logs"))
             for arm in pair:
                 known = {

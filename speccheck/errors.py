@@ -31,7 +31,7 @@ _MEANINGS = {
     ExitCode.JUDGED_BAD: "judged bad: hold or fall back, or an incomplete packet",
     ExitCode.USAGE: "usage or configuration error; nothing was sent",
     ExitCode.INCONCLUSIVE: "inconclusive: more evidence is needed, the text says how much",
-    ExitCode.COULD_NOT_JUDGE: "could not judge: a server, the client or the store failed",
+    ExitCode.COULD_NOT_JUDGE: "could not judge: no data, or a server, client or store failed",
     ExitCode.INTERRUPTED: "interrupted; run the same command again to resume",
 }
 

@@ -283,7 +283,7 @@ def measure(
         found += [
             replace(m, cohort=f"{label}, {m.cohort}" if m.cohort else label) for m in measured
         ]
-    found.append(_both_temperatures(counts))
+    found.append(_both_temperatures(counts, prompts))
     # All routes share one verifier, so the tokens compared on the others count as evidence too;
     # the violations are the route's own.
     tokens = sum(pair.exposure for pair in asked.compared.values())
@@ -313,7 +313,7 @@ def measure(
     return found
 
 
-def _both_temperatures(counts: Sequence[Measurement]) -> Measurement:
+def _both_temperatures(counts: Sequence[Measurement], prompts: Sequence[Prompt]) -> Measurement:
     """Regression cases of a route at all temperatures together: counts and cases add up."""
     known = [m.estimate for m in counts if m.estimate is not None]
     estimate = None
@@ -330,7 +330,9 @@ def _both_temperatures(counts: Sequence[Measurement]) -> Measurement:
         counts[0],
         cohort="",
         estimate=estimate,
-        note=" | ".join(m.note for m in counts),
+        note=" | ".join(m.note for m in counts)
+        if any(prompt.check.get("kind") != "none" for prompt in prompts)
+        else f"none of the route's {len(prompts)} prompts has a check that grades its answer",
         examples=examples,
     )
 

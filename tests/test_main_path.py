@@ -143,6 +143,19 @@ def test_another_seed_is_another_run(finished: tuple[Path, dict]) -> None:
     assert json.loads(done.stdout)["run_id"] != told["run_id"]
 
 
+def test_prompts_that_nothing_grades_are_no_pass(tmp_path: Path) -> None:
+    """Replay of prompts without checks could not judge quality, and says that they have none."""
+    write_rollout(tmp_path)
+    lines = (tmp_path / "corpus.jsonl").read_text(encoding="utf-8").splitlines()[:2]
+    prompts = [json.loads(line) | {"check": {"kind": "none"}} for line in lines]
+    text = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
+    (tmp_path / "corpus.jsonl").write_text(text, encoding="utf-8")
+    done = speccheck("stage", "replay", "--json", cwd=tmp_path)
+    told = json.loads(done.stdout)
+    assert told["exit_code"] == done.returncode == 4
+    assert "none of the route's 2 prompts has a check" in told["decisions"][0]["reason"]
+
+
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_at_random_moments_the_run_is_resumed_whole(tmp_path: Path, seed: int) -> None:
     """A replay killed (-9) at random moments: nothing is lost, nothing is doubled."""
