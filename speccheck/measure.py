@@ -546,8 +546,16 @@ def measure_protected(receipts: Sequence[Receipt], *, stage: str, route: str) ->
     if not protected:
         return []
     loaded = {(r.phase, r.block) for r in run if r.arm == Arm.SPECULATIVE}
-    timed = [(r, seconds) for r in protected if (seconds := r.effective_s)]
-    number = {key: i for i, key in enumerate(sorted({(r.phase, r.block) for r in protected}))}
+    # Blocks 2j and 2j+1 are one with and one without: a block that no protected request fell into
+    # takes its neighbour out, or all later blocks would be compared with the wrong ones.
+    present = {(r.phase, r.block) for r in protected}
+    whole = {(phase, block) for phase, block in present if (phase, block ^ 1) in present}
+    timed = [
+        (r, seconds)
+        for r in protected
+        if (r.phase, r.block) in whole and (seconds := r.effective_s)
+    ]
+    number = {key: i for i, key in enumerate(sorted(whole))}
 
     def estimate(alpha: float) -> Estimate:
         return stats.block_log_ratio(

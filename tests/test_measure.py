@@ -376,3 +376,23 @@ def test_acceptance_from_counters(rng):
     assert found.estimate.high == pytest.approx(1 - 0.05 ** (1 / 50))
     none = measure.acceptance_from_counters(0, 0, 50, stage="shadow", route="chat")
     assert none.estimate is None
+
+
+def test_an_empty_block_takes_its_neighbour_out(rng):
+    """A block that no protected request fell into does not shift the comparison of later ones."""
+    receipts = []
+    for block in range(16):
+        with_mirror = block % 4 in (1, 2)
+        if with_mirror:
+            receipts.append(receipt(1000 + block, "speculative", block=block, mirror=True))
+        if block == 5:
+            continue  # nobody protected came
+        drift = 2.0 ** (block // 2)  # far larger than the effect: only right neighbours cancel it
+        for i in range(3):
+            ms = 10 * drift * (1.2 if with_mirror else 1.0)
+            fields = {"block": block, "priority": "protected", "route": "protected"}
+            request = receipt(block * 10 + i, "target_only", ttft_ms=ms, tpot_ms=ms, **fields)
+            receipts.append(request)
+    (found,) = measure.measure_protected(receipts, stage="shadow", route="protected")
+    assert found.estimate.n == 7
+    assert found.estimate.value == pytest.approx(1.2)
