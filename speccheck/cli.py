@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
 import click
 
 from speccheck import __version__
-from speccheck.errors import ExitCode, SpeccheckError, UsageError
+from speccheck.errors import ExitCode, SpeccheckError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from speccheck.outcome import Outcome, WrittenPacket
@@ -86,6 +86,9 @@ def _reader_may_leave() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:
         _nobody_reads()
+    except OSError as error:
+        _nobody_reads()
+        raise StoreError(f"standard output: cannot be written ({error.strerror})") from None
 
 
 def _say_error(text: str, code: ExitCode, arguments: Sequence[str]) -> None:
@@ -322,7 +325,6 @@ def _tell(
 ) -> ExitCode:
     """Say what came of a command in every form that was asked for; the forms agree."""
     from speccheck import decision
-    from speccheck.errors import StoreError
 
     try:
         if junit is not None:

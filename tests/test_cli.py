@@ -191,6 +191,21 @@ def test_the_exit_code_stands_when_nobody_reads(folder: Path, form: tuple[str, .
     assert speccheck("decide", cwd=folder).returncode == 4
 
 
+def test_standard_output_on_a_full_disk(folder: Path) -> None:
+    """An outcome that cannot be printed is one line and exit code 4."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "speccheck", "stage", "fixture"],
+            cwd=folder,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    refused(done, 4, "standard output")
+
+
 def test_a_store_that_is_held(folder: Path) -> None:
     """A second process on the same store gets one clear line and exit code 4."""
     from speccheck.store import Store
