@@ -89,9 +89,13 @@ def test_a_killed_run_is_resumed_whole(tmp_path, how):
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
+            # Counted from requests, not from the start: a busy machine may take seconds to import.
+            enough = len(one.seen) + len(other.seen) + moments.randint(1, 40)
+            while process.poll() is None and len(one.seen) + len(other.seen) < enough:
+                time.sleep(0.01)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 # Grows, so that the run gets on however slow the machine is.
-                process.wait(moments.uniform(0.5, 2.0) + 0.3 * kills)
+                process.wait(moments.uniform(0.2, 0.8) + 0.1 * kills)
             if process.poll() is None:
                 kills += 1
                 process.send_signal(how)
