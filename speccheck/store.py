@@ -331,7 +331,7 @@ class Store:
 
         where = Path(path)
         if mode == "read" and not where.exists():
-            raise StoreError(f"{where}: no store there; run a stage first, or give its --store")
+            raise StoreError(f"{where}: no store there; run a stage first, or give its --out")
         with _plain_errors(where):
             connection = duckdb.connect(
                 where,
@@ -383,7 +383,7 @@ class Store:
         if version != STORE_VERSION:
             raise StoreError(
                 f"{self.path}: store version {version}, this speccheck reads {STORE_VERSION}; "
-                "use the speccheck that wrote it, or choose another --store"
+                "use the speccheck that wrote it, or choose another --out"
             )
 
     # --- runs and arms --------------------------------------------------------------------------
@@ -1137,14 +1137,14 @@ _CAUSES = (
         r"conflicting lock is held in .*\(PID (\d+)\)",
         (
             "held by process {0} (a run or gateway that is still going); "
-            "wait until it ends, or choose another --store"
+            "wait until it ends, or choose another --out"
         ),
     ),
     (
         r"could not set lock|different configuration than existing|already (?:attached|open)",
         (
             "held by another process or by another part of this one; "
-            "wait until it ends, or choose another --store"
+            "wait until it ends, or choose another --out"
         ),
     ),
     (
@@ -1159,11 +1159,11 @@ _CAUSES = (
     ),
     (
         r"not a valid DuckDB database",
-        "not a DuckDB file; choose another --store",
+        "not a DuckDB file; choose another --out",
     ),
     (
         r"permission denied|read-only file system",
-        "no permission to write here ({first}); choose a --store in a folder of yours",
+        "no permission to write here ({first}); choose an --out folder of yours",
     ),
     (
         r"is a directory",
@@ -1171,7 +1171,7 @@ _CAUSES = (
     ),
     (
         r"no such file or directory",
-        "its folder does not exist; make it, or choose another --store",
+        "its folder does not exist; make it, or choose another --out",
     ),
     (
         r"storage version|newer version of duckdb|serialization",

@@ -533,7 +533,7 @@ def test_a_store_held_by_another_process_names_it(path):
         for mode in ("write", "read"):
             with pytest.raises(StoreError, match=f"held by process {holder.pid}") as caught:
                 Store.open(path, mode)
-            assert "choose another --store" in str(caught.value)
+            assert "choose another --out" in str(caught.value)
             assert "\n" not in str(caught.value)
     finally:
         holder.kill()
