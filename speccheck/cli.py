@@ -234,8 +234,8 @@ def run(
 ) -> int:
     """All four stages, then a decision per route and the packet.
 
-    Run the same command again after a crash and it resumes: nothing is sent
-    twice and nothing is lost.
+    Run the same command again after a crash and it resumes: no receipt is
+    lost and none is doubled.
 
     \b
     Example:
