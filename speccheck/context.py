@@ -36,7 +36,7 @@ from speccheck.corpus import Corpus, load_corpus
 from speccheck.drive import ClientHealth, Endpoint, MonotonicClock, Written, drive
 from speccheck.errors import StoreError, UsageError
 from speccheck.plan import remaining
-from speccheck.records import Arm, PlannedRequest, Prompt, Receipt, Stage, digest
+from speccheck.records import Arm, ArmDescription, PlannedRequest, Prompt, Receipt, Stage, digest
 
 STORE_NAME = "receipts.duckdb"
 EVERY_TASK = "*"
@@ -201,13 +201,6 @@ class RunContext:
             if (prompt.priority == PROTECTED if tasks is None else _has_task(prompt, tasks))
         )
 
-    def measured_arms(self) -> launch.Arms | None:
-        """What the arms ran when this run was measured; None before both have been."""
-        known = {arm.arm: arm for arm in self.store.arms(self.run_id)}
-        if len(known) < len(Arm):
-            return None
-        return launch.Arms(known[Arm.TARGET_ONLY], known[Arm.SPECULATIVE])
-
     def write(self, name: str, text: str) -> None:
         """Write a file into the run's folder.
 
@@ -218,6 +211,19 @@ class RunContext:
             (self.out / name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise StoreError(f"{self.out / name}: cannot be written ({error.strerror})") from None
+
+
+def latest_arms(opened: store.Store, run_id: str) -> dict[Arm, ArmDescription]:
+    """What each arm ran when it was last measured in this run."""
+    return {arm.arm: arm for arm in opened.arms(run_id)}
+
+
+def measured_arms(opened: store.Store, run_id: str) -> launch.Arms | None:
+    """The pair that was measured in this run; None before both arms have been."""
+    known = latest_arms(opened, run_id)
+    if len(known) < len(Arm):
+        return None
+    return launch.Arms(known[Arm.TARGET_ONLY], known[Arm.SPECULATIVE])
 
 
 def route_prompts(

@@ -16,20 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from speccheck import decision, launch, matrix, packet
-from speccheck.context import STORE_NAME
+from speccheck.context import STORE_NAME, latest_arms, measured_arms
 from speccheck.errors import ExitCode, StoreError, UsageError
 from speccheck.lossless import CaseStatus
 from speccheck.records import (
     Action,
     Answer,
-    Arm,
-    ArmDescription,
     Decision,
     Receipt,
     Stage,
     Verdict,
     to_json,
 )
+from speccheck.replay import RERUNS
 from speccheck.store import RecordedDecision, StageResult, Store
 
 
@@ -218,9 +217,10 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
     run = store.run(run_id)
     receipts = [r for r in store.receipts(run_id) if not r.warm_up]
     made = _standing(store, run_id, tuple(Stage))
-    arms = _latest_arms(store.arms(run_id))
+    arms = latest_arms(store, run_id)
+    pair = measured_arms(store, run_id)
     table = matrix.workload_matrix(
-        [r for r in receipts if r.phase not in _RERUNS],
+        [r for r in receipts if r.phase not in RERUNS],
         rng=np.random.default_rng([run.seed, len(receipts)]),
         limits=_matrix_limits(run.config),
         quality=_case_status(store, run_id),
@@ -230,11 +230,7 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
         for stage in Stage
         if (result := store.get_stage(run_id, stage)) is not None
     }
-    differing = (
-        launch.differences(launch.Arms(arms[Arm.TARGET_ONLY], arms[Arm.SPECULATIVE]))
-        if len(arms) == len(Arm)
-        else {}
-    )
+    differing = {} if pair is None else launch.differences(pair)
     return packet.RunEvidence(
         run={
             "run_id": run_id,
@@ -262,10 +258,6 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
     )
 
 
-_RERUNS = ("greedy-confirm", "sampled-confirm")
-"""Phases of reruns: they ask suspects again and would bias every figure they went into."""
-
-
 def _case_status(store: Store, run_id: str) -> dict[str, CaseStatus]:
     """What replay found of each prompt."""
     replayed = store.get_stage(run_id, Stage.REPLAY)
@@ -273,10 +265,6 @@ def _case_status(store: Store, run_id: str) -> dict[str, CaseStatus]:
         return {}
     found: dict[str, CaseStatus] = replayed.evidence["evidence"].get("case_status", {})
     return found
-
-
-def _latest_arms(known: Sequence[ArmDescription]) -> dict[Arm, ArmDescription]:
-    return {arm.arm: arm for arm in known}
 
 
 def _matrix_limits(config: Mapping[str, Any]) -> matrix.MatrixLimits:

@@ -35,8 +35,11 @@ QUALITY_MARGIN = 0.02
 NOISE_PROMPTS = 12
 """Prompts whose every position is decoded and scored for the noise floor: over 300 positions."""
 
-GREEDY_PHASES = ("greedy", "aa", "greedy-confirm")
-SAMPLED_PHASES = ("sampled", "sampled-confirm")
+RERUNS = ("greedy-confirm", "sampled-confirm")
+"""Phases of reruns: they ask suspects again and would bias every figure they went into."""
+
+GREEDY_PHASES = ("greedy", "aa", RERUNS[0])
+SAMPLED_PHASES = ("sampled", RERUNS[1])
 
 
 @dataclass(frozen=True)

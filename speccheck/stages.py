@@ -36,7 +36,7 @@ from speccheck import (
     tables,
 )
 from speccheck.config import Route, package_dir, resolve
-from speccheck.context import PROTECTED, RunContext, read_rollout, route_prompts
+from speccheck.context import PROTECTED, RunContext, measured_arms, read_rollout, route_prompts
 from speccheck.drive import pooled_health
 from speccheck.errors import UsageError
 from speccheck.law import Table
@@ -465,7 +465,7 @@ def _invalid(run: RunContext) -> str:
 
     From what was captured when they were measured, so that it holds in a resumed run too.
     """
-    pair = run.measured_arms()
+    pair = measured_arms(run.store, run.run_id)
     if pair is None:
         return ""
     for name, (target, speculative) in launch.differences(pair).items():

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
 from speccheck import charts, law, verifier
+from speccheck.decision import final as final_decisions
 from speccheck.errors import ExitCode, StoreError
 from speccheck.packet import (
     PacketView,
@@ -36,7 +37,6 @@ from speccheck.packet import (
     render,
 )
 from speccheck.packet import view as models
-from speccheck.packet.judged import final_decisions
 from speccheck.packet.view import Figure, Interval, Missing
 from speccheck.records import Action, Decision, Finding, Verdict
 
@@ -458,7 +458,7 @@ def test_a_later_yes_does_not_undo_an_earlier_no() -> None:
             ("a", Action.PROMOTE, "canary"),
             ("b", Action.PROMOTE, "canary"),
             ("b", Action.PROMOTE, "replay"),
-        )
+        ).decisions
     )
     assert [(d.route, d.action, d.stage) for d in found] == [
         ("a", Action.HOLD, "replay"),

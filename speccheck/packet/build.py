@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from speccheck.decision import Check, exit_code
+from speccheck.decision import final as final_decisions
 from speccheck.errors import ExitCode
 from speccheck.packet import view
 from speccheck.packet.cohorts import matrix_view
@@ -18,7 +19,6 @@ from speccheck.packet.compared import comparison_view, not_proved
 from speccheck.packet.evidence import RunEvidence
 from speccheck.packet.judged import (
     decision_mark,
-    final_decisions,
     only_passes,
     route_findings,
     route_line,
@@ -61,7 +61,7 @@ def build_view(evidence: RunEvidence) -> view.PacketView:
         )
         if isinstance(part, Missing)
     )
-    final = final_decisions(evidence)
+    final = final_decisions(evidence.decisions)
     stages = tuple(stage_line(name, evidence.stages.get(name)) for name in STAGES)
     code = exit_code(evidence.decisions, _checks(evidence, missing))
     headline = _headline(final, missing, code)

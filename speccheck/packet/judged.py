@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from speccheck.decision import final as final_decisions
 from speccheck.packet import view
 from speccheck.packet.evidence import RunEvidence
 from speccheck.packet.parts import (
@@ -34,21 +35,6 @@ ACTION_MARKS = {
 IN_TIME = Mark("in time", "✓", "good")
 LATE = Mark("late, run invalid", "!", "broken")
 NOT_RUN = Mark("not run", "·", "plain")
-
-
-def final_decisions(evidence: RunEvidence) -> list[Decision]:
-    """One decision per route, worst routes first.
-
-    Each stage decides on each route that reached it, and a later yes does not undo an earlier no:
-    the worst decision stands, the latest among equals.
-    """
-    order = list(ACTION_MARKS)
-    final: dict[str, Decision] = {}
-    for decision in sorted(evidence.decisions, key=lambda d: STAGES.index(d.stage)):
-        known = final.get(decision.route)
-        if known is None or order.index(decision.action) <= order.index(known.action):
-            final[decision.route] = decision
-    return sorted(final.values(), key=lambda d: (order.index(d.action), d.route))
 
 
 def decision_mark(decision: Decision) -> Mark:
@@ -105,7 +91,7 @@ def stage_line(name: str, stage: Mapping[str, Any] | None) -> view.StageLine:
 def route_findings(evidence: RunEvidence) -> tuple[view.RouteFindings, ...]:
     """Per route, in the order of the decisions: all findings, worst first."""
     receipts = {r.receipt_id: r for r in evidence.receipts}
-    final = final_decisions(evidence)
+    final = final_decisions(evidence.decisions)
     by_route: dict[str, dict[Any, Finding]] = {decision.route: {} for decision in final}
     every = [f for decision in evidence.decisions for f in decision.findings]
     for finding in [*every, *evidence.findings]:
