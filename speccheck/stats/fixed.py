@@ -7,7 +7,7 @@ infinity in the input gives an unknown estimate (all NaN): a broken measurement 
 a number. Ratios are always speculative over target-only, formed within pairs where pairs exist,
 since the prompt explains most of the spread of a latency.
 
-The only importer of scipy.
+
 """
 
 from __future__ import annotations
