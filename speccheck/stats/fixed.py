@@ -6,8 +6,6 @@ is a plain function of arrays, and chance comes in as a `numpy.random.Generator`
 infinity in the input gives an unknown estimate (all NaN): a broken measurement must not turn into
 a number. Ratios are always speculative over target-only, formed within pairs where pairs exist,
 since the prompt explains most of the spread of a latency.
-
-
 """
 
 from __future__ import annotations

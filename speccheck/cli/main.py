@@ -9,37 +9,30 @@ where an error becomes a line and an exit code; with `--json` the error is a JSO
 from __future__ import annotations
 
 import json
-import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from speccheck import __version__
+from speccheck.cli.data import corpus, receipts
+from speccheck.cli.shell import (
+    PATH,
+    STAGES,
+    nobody_reads,
+    print_json,
+    reader_may_leave,
+    report_options,
+    rollout_options,
+    store_options,
+)
 from speccheck.errors import ExitCode, SpeccheckError, StoreError, UsageError
 
 if TYPE_CHECKING:
     from speccheck.outcome import Outcome, WrittenPacket
-    from speccheck.store import Format
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-OUT = "speccheck-run"
-PATH = click.Path(path_type=Path)
-STAGES = click.Choice(["fixture", "replay", "shadow", "canary"])
-
-
-def _report_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
-    """A file that is written at the end; whether it can be is asked before anything is sent."""
-    if path is not None and path.is_dir():
-        raise click.BadParameter(f"{path} is a folder; name a file", ctx, param)
-    if path is not None and not path.parent.is_dir():
-        raise click.BadParameter(f"there is no folder {path.parent}; make it first", ctx, param)
-    return path
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -65,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
         code = ExitCode.INTERRUPTED
     except BrokenPipeError:
         # The reader of our output (head, less) went away before it heard the verdict: no pass.
-        _nobody_reads()
+        nobody_reads()
         code = ExitCode.INTERRUPTED
     except Exception:  # noqa: BLE001
         # A bug of ours keeps its traceback, and must not look like a judgement (Python's own 1).
@@ -74,96 +67,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     sys.exit(int(code or 0))
 
 
-def _nobody_reads() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-@contextmanager
-def _reader_may_leave() -> Iterator[None]:
-    """Around the last words of a command: its exit code stands, whether or not they are read."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _nobody_reads()
-    except OSError as error:
-        _nobody_reads()
-        raise StoreError(f"standard output: cannot be written ({error.strerror})") from None
-
-
 def _say_error(text: str, code: ExitCode, arguments: Sequence[str]) -> None:
     if "--json" in arguments:
         click.echo(json.dumps({"schema_version": 1, "error": text, "exit_code": int(code)}))
     click.echo(f"speccheck: {text}", err=True)
-
-
-def _print_json(value: Any) -> None:
-    from speccheck.records import SCHEMA_VERSION, to_json
-
-    plain = {"schema_version": SCHEMA_VERSION} | to_json(value)
-    click.echo(json.dumps(plain, indent=2, ensure_ascii=False))
-
-
-def _options(*options: Callable[[F], F]) -> Callable[[F], F]:
-    def add(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
-
-
-report_options = _options(
-    click.option(
-        *("--junit", "junit"),
-        type=PATH,
-        callback=_report_file,
-        default=None,
-        metavar="FILE",
-        help="Write the findings as JUnit XML.",
-    ),
-    click.option(
-        *("--summary", "summary"),
-        type=PATH,
-        callback=_report_file,
-        default=None,
-        metavar="FILE",
-        help="Append a Markdown summary (for a pipeline's step summary).",
-    ),
-)
-
-rollout_options = _options(
-    click.option(
-        *("--rollout", "rollout"),
-        type=PATH,
-        default="rollout.yaml",
-        show_default=True,
-        help="The rollout file; `speccheck init` writes one.",
-    ),
-    click.option(
-        *("--out", "out"),
-        type=PATH,
-        default=OUT,
-        show_default=True,
-        help="Folder for receipts, logs and the packet.",
-    ),
-    click.option("--again", is_flag=True, help="Measure anew, as a new run, what was measured."),
-    click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
-    report_options,
-)
-
-out_option = click.option(
-    "--out",
-    "out",
-    type=PATH,
-    default=OUT,
-    show_default=True,
-    help="Folder of the run (it holds receipts.duckdb).",
-)
-
-store_options = _options(
-    out_option, click.option("--run", "run_id", default=None, help="Run id; the latest otherwise.")
-)
 
 
 class ExitCodeGroup(click.Group):
@@ -245,7 +152,7 @@ def run(
 
     if dry_run:
         planned = stages.describe(rollout)
-        _print_json(planned) if as_json else console.plan_page(planned)
+        print_json(planned) if as_json else console.plan_page(planned)
         return ExitCode.PASS
     with context.open_run(rollout, out, console.Reporter(), fresh=again) as opened:
         stages.run_all(opened, stop_early=not keep_going)
@@ -334,10 +241,10 @@ def _tell(
                 file.write(decision.summary_markdown(ended.decisions, ended.checks))
     except OSError as error:
         raise StoreError(f"{error.filename}: cannot be written ({error.strerror})") from None
-    with _reader_may_leave():
+    with reader_may_leave():
         if as_json:
             packet = {} if written is None else {"packet": written.to_dict()}
-            _print_json(ended.to_dict() | packet)
+            print_json(ended.to_dict() | packet)
         else:
             from speccheck.console import outcome_page
 
@@ -382,7 +289,7 @@ def trace(
 
     loaded = tables.load_table(table or package_dir("corpora") / "fixture_t4.json")
     record = fixture.trace(loaded, seed, algorithm=algorithm, draft_sampling=draft_sampling)
-    _print_json({"trace": record}) if as_json else click.echo(fixture.format_trace(record))
+    print_json({"trace": record}) if as_json else click.echo(fixture.format_trace(record))
 
 
 @cli.command()
@@ -466,9 +373,9 @@ def packet(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
 
     with outcome.open_store(out) as store:
         written = outcome.write_packet(store, outcome.pick_run(store, run_id), out)
-    with _reader_may_leave():
+    with reader_may_leave():
         if as_json:
-            _print_json(written.to_dict())
+            print_json(written.to_dict())
         else:
             for path in written.files.values():
                 click.echo(path)
@@ -477,179 +384,5 @@ def packet(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
     return ExitCode.JUDGED_BAD if written.missing else ExitCode.PASS
 
 
-@cli.group()
-def receipts() -> None:
-    """List, show, export and verify the receipts of a run."""
-
-
-@receipts.command("list")
-@store_options
-@click.option("--stage", type=STAGES, default=None)
-@click.option("--arm", type=click.Choice(["target_only", "speculative"]), default=None)
-@click.option("--route", default=None)
-@click.option(
-    "--outcome",
-    type=click.Choice(["ok", "error", "rejected", "incomplete", "cancelled"]),
-    default=None,
-)
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option("--json", "as_json", is_flag=True)
-def receipts_list(
-    out: Path,
-    run_id: str | None,
-    limit: int,
-    as_json: bool,  # noqa: FBT001
-    **filters: str | None,
-) -> None:
-    """One line per receipt, in the order in which they were sent.
-
-    \b
-    Example:
-      speccheck receipts list --stage canary --outcome error
-    """
-    from speccheck import outcome
-
-    with outcome.open_store(out) as store:
-        run = outcome.pick_run(store, run_id)
-        wanted = {name: value for name, value in filters.items() if value is not None}
-        found = store.receipts(run, **wanted)
-    if as_json:
-        _print_json({"run_id": run, "count": len(found), "receipts": found[:limit]})
-        return
-    from speccheck.console import receipt_table
-
-    receipt_table(found[:limit], total=len(found))
-
-
-@receipts.command("show")
-@click.argument("receipt_id")
-@store_options
-@click.option("--json", "as_json", is_flag=True)
-def receipts_show(receipt_id: str, out: Path, run_id: str | None, as_json: bool) -> None:  # noqa: FBT001
-    """Everything that is known about one receipt; a unique beginning of its id is enough.
-
-    \b
-    Example:
-      speccheck receipts show receipt:1f0c
-    """
-    from speccheck import outcome
-
-    with outcome.open_store(out) as store:
-        run = outcome.pick_run(store, run_id)
-        receipt, answer = outcome.find_receipt(store, run, receipt_id)
-    if as_json:
-        _print_json({"receipt": receipt, "answer": answer})
-        return
-    from speccheck.console import receipt_page
-
-    receipt_page(receipt, answer)
-
-
-@receipts.command("export")
-@click.argument("path", type=PATH)
-@store_options
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["csv", "parquet", "jsonl"]),
-    default=None,
-    help="By the file's ending otherwise.",
-)
-@click.option("--stage", type=STAGES, default=None)
-@click.option("--arm", type=click.Choice(["target_only", "speculative"]), default=None)
-@click.option("--route", default=None)
-def receipts_export(
-    path: Path, out: Path, run_id: str | None, form: str | None, **filters: str | None
-) -> None:
-    """Write receipts as CSV, Parquet or JSON lines.
-
-    \b
-    Example:
-      speccheck receipts export receipts.parquet --stage shadow
-    """
-    from speccheck import outcome
-
-    formats: dict[str, Format] = {"csv": "csv", "parquet": "parquet", "jsonl": "jsonl"}
-    chosen = formats.get(form or path.suffix.lstrip(".").lower())
-    if chosen is None:
-        raise UsageError(f"{path}: name it .csv, .parquet or .jsonl, or give --format")
-    with outcome.open_store(out) as store:
-        run = outcome.pick_run(store, run_id)
-        wanted = {name: value for name, value in filters.items() if value is not None}
-        count = store.export(path, chosen, run_id=run, **wanted)
-    click.echo(f"wrote {count} receipts to {path}")
-
-
-@receipts.command("verify")
-@out_option
-def receipts_verify(out: Path) -> int:
-    """Derive every id and hash again and compare.
-
-    \b
-    Example:
-      speccheck receipts verify
-    """
-    from speccheck import outcome
-
-    with outcome.open_store(out) as store:
-        problems = store.verify()
-    with _reader_may_leave():
-        for problem in problems:
-            click.echo(problem)
-        click.echo(f"{len(problems)} problems" if problems else "every id and hash agrees")
-    return ExitCode.COULD_NOT_JUDGE if problems else ExitCode.PASS
-
-
-@cli.group()
-def corpus() -> None:
-    """Check and convert prompts."""
-
-
-@corpus.command("import")
-@click.argument("source", type=PATH)
-@click.argument("target", type=PATH)
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["auto", "native", "spec_bench", "openai_batch", "lines"]),
-    default="auto",
-    show_default=True,
-)
-@click.option("--limit", type=click.IntRange(min=1), default=None, help="Only the first prompts.")
-def corpus_import(source: Path, target: Path, form: str, limit: int | None) -> None:
-    """Convert SOURCE (Spec-Bench, OpenAI batch, plain lines) into a corpus file TARGET.
-
-    \b
-    Example:
-      speccheck corpus import question.jsonl corpus.jsonl --limit 80
-    """
-    from speccheck.corpus import Format, import_prompts, write_corpus
-
-    formats: dict[str, Format] = {name: name for name in get_args(Format)}
-    prompts = import_prompts(source, format=formats[form])[:limit]
-    write_corpus(target, prompts)
-    click.echo(f"wrote {len(prompts)} prompts to {target}")
-
-
-@corpus.command("check")
-@click.argument("paths", type=PATH, nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True)
-def corpus_check(paths: tuple[Path, ...], as_json: bool) -> None:  # noqa: FBT001
-    """Read corpus files, say what is in them, or where they are wrong.
-
-    \b
-    Example:
-      speccheck corpus check corpora/*.jsonl
-    """
-    from collections import Counter
-
-    from speccheck.corpus import load_corpus
-
-    loaded = load_corpus(paths)
-    tasks = Counter(prompt.task for prompt in loaded.prompts)
-    if as_json:
-        _print_json({"digest": loaded.digest, "prompts": len(loaded.prompts), "tasks": dict(tasks)})
-        return
-    for task, count in sorted(tasks.items()):
-        click.echo(f"{count:>6}  {task}")
-    click.echo(f"{len(loaded.prompts):>6}  prompts, {loaded.digest}")
+for _command in (receipts, corpus):
+    cli.add_command(_command)
