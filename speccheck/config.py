@@ -238,6 +238,50 @@ class CanaryConfig(Model):
         return value
 
 
+class MixConfig(Model):
+    """Mixed traffic of a sweep: the share of requests of each class, and the tasks it is made of.
+
+    Short requests (output band `short`, of any task) are target-only: on the speculative arm they
+    are sent with speculation off, so they show what speculating neighbours do to others.
+    """
+
+    short: Share = 0.4
+    high_agreement: Share = 0.4
+    low_agreement: Share = 0.2
+    high_agreement_tasks: tuple[str, ...] = ("code", "support", "json")
+    low_agreement_tasks: tuple[str, ...] = ("prose",)
+
+    @model_validator(mode="after")
+    def _whole(self) -> MixConfig:
+        total = self.short + self.high_agreement + self.low_agreement
+        if abs(total - 1) > 1e-6:
+            raise ValueError(f"the three shares must add up to 1, not {total:g}")
+        return self
+
+
+class SweepConfig(Model):
+    """`speccheck sweep`: every proposal length at every load, on each route's tasks."""
+
+    k: tuple[Positive, ...] = (1, 2, 3, 5, 8)
+    concurrency: tuple[Positive, ...] = (1, 4, 8, 16, 32, 64)
+    rounds: Annotated[int, Field(ge=2, strict=True)] = 4
+    """Rounds per cell without a budget; in a round each arm takes its turn on the same prompts."""
+    calibration_rounds: Annotated[int, Field(ge=2, strict=True)] = 3
+    requests_per_worker: Positive = 1
+    """Requests of a round per request in flight; at least 4 in all."""
+    mix: MixConfig | None = MixConfig()
+    """Mixed traffic as one more family; null leaves it out."""
+    price_per_engine_hour: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """What an hour of one engine costs, in any currency; without it no cost is shown."""
+
+    @field_validator("k", "concurrency")
+    @classmethod
+    def _growing(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if not value or any(b <= a for a, b in pairwise(value)):
+            raise ValueError("give growing numbers, each once")
+        return value
+
+
 class Traffic(Model):
     """What is sent on a route: which corpus tasks, sampled how."""
 
@@ -285,6 +329,7 @@ class Rollout(Model):
     replay: ReplayConfig = ReplayConfig()
     shadow: ShadowConfig = ShadowConfig()
     canary: CanaryConfig = CanaryConfig()
+    sweep: SweepConfig = SweepConfig()
     routes: tuple[Route, ...]
     protected_tasks: tuple[str, ...] | None = None
     """Tasks whose prompts are the protected traffic; None takes prompts of priority `protected`."""

@@ -91,7 +91,9 @@ class RunContext:
             pair = self._stack.enter_context(launch.arms(self.rollout, self.out / "logs"))
             for arm in pair:
                 known = {
-                    a.engine_config_id for a in self.store.arms(self.run_id) if a.arm == arm.arm
+                    a.engine_config_id
+                    for a in self.store.arms(self.run_id, tuple(Stage))
+                    if a.arm == arm.arm
                 }
                 if known and arm.engine_config_id not in known:
                     raise UsageError(
@@ -214,8 +216,8 @@ class RunContext:
 
 
 def latest_arms(opened: store.Store, run_id: str) -> dict[Arm, ArmDescription]:
-    """What each arm ran when it was last measured in this run."""
-    return {arm.arm: arm for arm in opened.arms(run_id)}
+    """What each arm ran when a stage last measured it; a sweep runs others beside."""
+    return {arm.arm: arm for arm in opened.arms(run_id, tuple(Stage))}
 
 
 def measured_arms(opened: store.Store, run_id: str) -> launch.Arms | None:

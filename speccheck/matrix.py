@@ -31,7 +31,7 @@ from speccheck.measure import (
     pair_receipts,
     used_options,
 )
-from speccheck.records import Arm, Estimate, Outcome, Receipt, Stage
+from speccheck.records import SWEEP, Arm, Estimate, Outcome, Receipt, Stage
 from speccheck.speed import Costs, break_even_acceptance, saved_passes, saved_passes_measured
 
 MatrixVerdict = Literal["speculate", "target_only", "inconclusive"]
@@ -53,7 +53,7 @@ DIMENSIONS = (
 NEVER_POOLED = 2
 """Route and stage: what is left of a route's canary is not thrown in with its replay."""
 
-_STAGES = tuple(stage.value for stage in Stage)
+_STAGES = (*(stage.value for stage in Stage), SWEEP)
 _OPEN_LOOP = (Stage.SHADOW, Stage.CANARY)
 """Stages whose load is an arrival rate; their `concurrency` only bounds what is in flight."""
 

@@ -20,6 +20,7 @@ from speccheck.context import STORE_NAME, latest_arms, measured_arms
 from speccheck.errors import ExitCode, StoreError, UsageError
 from speccheck.lossless import CaseStatus
 from speccheck.records import (
+    CALIBRATION,
     Action,
     Answer,
     Decision,
@@ -215,13 +216,14 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
     import numpy as np
 
     run = store.run(run_id)
-    receipts = [r for r in store.receipts(run_id) if not r.warm_up]
+    counted = [r for r in store.receipts(run_id) if not r.warm_up]
+    receipts = [r for r in counted if r.stage in tuple(Stage)]
     made = _standing(store, run_id, tuple(Stage))
     arms = latest_arms(store, run_id)
     pair = measured_arms(store, run_id)
     table = matrix.workload_matrix(
-        [r for r in receipts if r.phase not in RERUNS],
-        rng=np.random.default_rng([run.seed, len(receipts)]),
+        [r for r in counted if r.stage != CALIBRATION and r.phase not in RERUNS],
+        rng=np.random.default_rng([run.seed, len(counted)]),
         limits=_matrix_limits(run.config),
         quality=_case_status(store, run_id),
     )

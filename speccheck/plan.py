@@ -22,7 +22,6 @@ from speccheck.records import (
     PlannedRequest,
     Prompt,
     Sampler,
-    Stage,
     digest,
     receipt_key,
 )
@@ -43,7 +42,7 @@ class Phase:
     """
 
     run_id: str
-    stage: Stage
+    stage: str
     name: str
     sampler: Sampler = field(default_factory=Sampler)
     concurrency: int = 1
@@ -175,6 +174,34 @@ def a_a(
             pair_id=pair_id(compared_phase, prompt.prompt_id, 0),
         )
         for prompt, _ in _shuffled(prompts, 1, rng)
+    ]
+
+
+def turn(
+    phase: Phase,
+    arm: Arm,
+    prompts: Sequence[Prompt],
+    *,
+    block: int,
+    n: int,
+    control: str,
+    rng: np.random.Generator,
+) -> list[PlannedRequest]:
+    """One arm's turn of a sweep: block `block` of an endless walk over the shuffled prompts.
+
+    Every arm of a block (target-only, and each proposal length in a phase of its own) gets the same
+    `n` prompts if it is given a generator in the same state, and the pair ids of the phase
+    `control`, that of target-only. A closed loop: no offsets.
+    """
+    cycles = -(-(block + 1) * n // len(prompts))
+    walk = _shuffled(prompts, cycles, rng)[block * n : (block + 1) * n]
+    return [
+        replace(
+            _request(phase, arm, prompt, repeat),
+            pair_id=pair_id(control, prompt.prompt_id, repeat),
+            block=block,
+        )
+        for prompt, repeat in walk
     ]
 
 

@@ -81,6 +81,15 @@ class Stage(StrEnum):
     CANARY = "canary"
 
 
+SWEEP = "sweep"
+"""`stage` of a sweep's receipts: both arms at every proposal length and load. It decides nothing,
+so it is none of the four stages."""
+
+CALIBRATION = "calibration"
+"""`stage` of the receipts that costs are calibrated from: batches of one size, outputs of one
+length. They are no traffic and belong in no cohort."""
+
+
 class Action(StrEnum):
     """What is decided for a route."""
 
@@ -174,7 +183,8 @@ class PlannedRequest:
     driven but excluded from estimates.
     """
 
-    stage: Stage
+    stage: str
+    """A `Stage`, SWEEP or CALIBRATION."""
     phase: str
     arm: Arm
     route: str

@@ -87,8 +87,8 @@ CREATE TABLE arms (
 CREATE TABLE receipts (
     receipt_id VARCHAR PRIMARY KEY,    -- digest of run, stage, phase, arm, prompt, repeat, attempt
     run_id VARCHAR NOT NULL,           -- the run
-    stage VARCHAR NOT NULL,            -- replay, shadow or canary
-    phase VARCHAR NOT NULL,            -- part of the stage: greedy, sampled, aa, load-4 ...
+    stage VARCHAR NOT NULL,            -- replay, shadow or canary; sweep, calibration
+    phase VARCHAR NOT NULL,            -- part of the stage: greedy, sampled, aa, c8, c8-k5 ...
     arm VARCHAR NOT NULL,              -- target_only or speculative: the server that answered
     route VARCHAR NOT NULL,            -- class of traffic that is switched on and off
     prompt_id VARCHAR NOT NULL,        -- in the corpus
@@ -242,7 +242,7 @@ CREATE TABLE decisions (
 CREATE TABLE stages (
     run_id VARCHAR NOT NULL,           -- the run
     seq BIGINT NOT NULL,               -- order of writing within the run
-    stage VARCHAR NOT NULL,            -- fixture, replay, shadow or canary
+    stage VARCHAR NOT NULL,            -- fixture, replay, shadow, canary or sweep
     ended_at_ns BIGINT NOT NULL,       -- wall clock, ns since 1970-01-01 UTC
     verdict VARCHAR NOT NULL,          -- pass, inconclusive, error or fail
     evidence VARCHAR NOT NULL,         -- JSON: fixture result, client health, divergences ...
@@ -475,12 +475,18 @@ class Store:
                 ],
             )
 
-    def arms(self, run_id: str) -> list[ArmDescription]:
-        """What the arms ran, target-only last; more than one per arm where it was changed."""
+    def arms(self, run_id: str, stages: Sequence[str] | None = None) -> list[ArmDescription]:
+        """What the arms ran, target-only last; more than one per arm where it was changed, and in
+        a sweep, which has one speculative server per proposal length.
+
+        With `stages`, only those that have receipts in one of them.
+        """
         rows = self._rows(
             "SELECT arm, url, engine, model, speculative_config, config FROM arms "
-            "WHERE run_id = ? ORDER BY arm, rowid",
-            [run_id],
+            "WHERE run_id = $1 AND ($2::VARCHAR[] IS NULL OR engine_config_id IN (SELECT "
+            "engine_config_id FROM receipts WHERE run_id = $1 AND stage IN (SELECT unnest($2)))) "
+            "ORDER BY arm, rowid",
+            [run_id, None if stages is None else list(stages)],
         )
         return [_arm(row) for row in rows]
 

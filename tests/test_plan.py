@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from speccheck import plan
 from speccheck.errors import UsageError
-from speccheck.records import Arm, Prompt, Sampler, Stage, receipt_key
+from speccheck.records import SWEEP, Arm, Prompt, Sampler, Stage, receipt_key
 
 B, S = Arm.TARGET_ONLY, Arm.SPECULATIVE
 
@@ -151,6 +151,34 @@ def test_a_a_pairs_with_the_compared_phase():
     assert {(r.repeat, r.concurrency) for r in control} == {(1, 9)}
     assert {r.pair_id for r in control} == {r.pair_id for r in main}
     assert not set(keys(control)) & set(keys(main))
+
+
+@given(n=st.integers(1, 12), size=st.integers(1, 20), blocks=st.integers(1, 5), seed=seeds)
+def test_turns_of_a_sweep_pair_up(n, size, blocks, seed):
+    """Each arm of a block gets the same prompts; over blocks each prompt comes equally often."""
+    arms = [(B, "c4"), (S, "c4-k1"), (S, "c4-k8")]
+    planned = [
+        plan.turn(
+            phase(stage=SWEEP, name=name),
+            arm,
+            prompts(n),
+            block=block,
+            n=size,
+            control="c4",
+            rng=rng(seed),
+        )
+        for block in range(blocks)
+        for arm, name in arms
+    ]
+    for i in range(0, len(planned), 3):
+        pairs = [[r.pair_id for r in turn] for turn in planned[i : i + 3]]
+        assert pairs[0] == pairs[1] == pairs[2]
+        assert {r.pair_id.split(":")[0] for r in planned[i]} == {"c4"}
+        assert {r.block for turn in planned[i : i + 3] for r in turn} == {i // 3}
+    everything = [r for turn in planned for r in turn]
+    assert len(set(keys(everything))) == len(everything) == 3 * size * blocks
+    often = Counter(r.prompt.prompt_id for turn in planned[::3] for r in turn)
+    assert max(often.values()) - min(often.get(f"p{i}", 0) for i in range(n)) <= 1
 
 
 def test_mirror_discards_the_speculative_copy():

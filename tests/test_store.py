@@ -407,6 +407,20 @@ def test_arms_come_back_with_their_digest(store):
     assert next(a.engine_config_id for a in store.arms("run-1")) == ARM.engine_config_id
 
 
+def test_arms_of_a_stage_are_those_with_receipts_in_it(store):
+    """A sweep's servers are told from the pair of the stages by what they answered."""
+    sweeping = replace(ARM, speculative_config={"k": 8})
+    for description in (ARM, sweeping):
+        store.put_arm("run-1", description)
+    own = receipt(0, stage="shadow", engine_config_id=ARM.engine_config_id)
+    swept = receipt(1, stage="sweep", engine_config_id=sweeping.engine_config_id)
+    store.append_receipts([(own, None), (swept, None)])
+    assert store.arms("run-1", ["replay", "shadow"]) == [ARM]
+    assert store.arms("run-1", ["sweep"]) == [sweeping]
+    assert store.arms("run-1", []) == []
+    assert store.arms("run-1") == [ARM, sweeping]
+
+
 def test_the_last_result_of_a_stage_stands(store):
     """A stage that was run again replaces nothing, but its later result is the answer."""
     assert store.get_stage("run-1", "replay") is None

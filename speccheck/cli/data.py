@@ -10,7 +10,7 @@ import click
 
 from speccheck.cli.shell import (
     PATH,
-    STAGES,
+    RECEIPT_STAGES,
     out_option,
     print_json,
     reader_may_leave,
@@ -29,7 +29,7 @@ def receipts() -> None:
 
 @receipts.command("list")
 @store_options
-@click.option("--stage", type=STAGES, default=None)
+@click.option("--stage", type=RECEIPT_STAGES, default=None)
 @click.option("--arm", type=click.Choice(["target_only", "speculative"]), default=None)
 @click.option("--route", default=None)
 @click.option(
@@ -100,7 +100,7 @@ def receipts_show(receipt_id: str, out: Path, run_id: str | None, as_json: bool)
     default=None,
     help="By the file's ending otherwise.",
 )
-@click.option("--stage", type=STAGES, default=None)
+@click.option("--stage", type=RECEIPT_STAGES, default=None)
 @click.option("--arm", type=click.Choice(["target_only", "speculative"]), default=None)
 @click.option("--route", default=None)
 def receipts_export(
