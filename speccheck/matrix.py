@@ -20,7 +20,6 @@ from typing import Literal
 import numpy as np
 
 from speccheck import stats
-from speccheck.lossless import CaseStatus
 from speccheck.measure import (
     ALPHA,
     LATENCIES,
@@ -31,6 +30,7 @@ from speccheck.measure import (
     pair_receipts,
     used_options,
 )
+from speccheck.quality import CaseStatus
 from speccheck.records import SWEEP, Arm, Estimate, Outcome, Receipt, Stage
 from speccheck.speed import Costs, break_even_acceptance, saved_passes, saved_passes_measured
 

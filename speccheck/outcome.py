@@ -18,7 +18,7 @@ from typing import Any
 from speccheck import decision, launch, matrix, packet
 from speccheck.context import STORE_NAME, latest_arms, measured_arms
 from speccheck.errors import ExitCode, StoreError, UsageError
-from speccheck.lossless import CaseStatus
+from speccheck.quality import CaseStatus
 from speccheck.records import (
     CALIBRATION,
     Action,

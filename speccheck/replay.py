@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from speccheck import grading, lossless, probe, stats
+from speccheck import grading, lossless, probe, quality, stats
 from speccheck.client import open_session, send
 from speccheck.context import RunContext
 from speccheck.drive import Endpoint
@@ -67,10 +67,10 @@ class Graded:
 
     def case(
         self, prompt: Prompt, phases: Sequence[str], kind: lossless.DivergenceKind | None = None
-    ) -> lossless.Case:
+    ) -> quality.Case:
         """All runs of a prompt on both arms as one case."""
         speculative = self.of(prompt, Arm.SPECULATIVE, phases)
-        return lossless.Case(
+        return quality.Case(
             prompt.prompt_id,
             self.outcomes(prompt, Arm.TARGET_ONLY, phases),
             self.outcomes(prompt, Arm.SPECULATIVE, phases),
@@ -281,7 +281,7 @@ def measure(
     counts: list[Measurement] = []
     for phases, label, runs in _temperatures(run, sampled_runs):
         cases = [graded.case(p, phases, _kind(asked, p, phases)) for p in prompts]
-        measured = lossless.measure_quality(cases, stage=stage, route=route, runs=runs)
+        measured = quality.measure_quality(cases, stage=stage, route=route, runs=runs)
         counts += [m for m in measured if m.metric == "quality_regression_cases" and not m.cohort]
         found += [
             replace(m, cohort=f"{label}, {m.cohort}" if m.cohort else label) for m in measured
@@ -371,12 +371,12 @@ def evidence(
     regressions: list[dict[str, Any]] = []
     improvements = judged = 0
     statuses: dict[str, str] = {}
-    quality: list[dict[str, Any]] = []
+    by_tasks: list[dict[str, Any]] = []
     for phases, label, runs in _temperatures(run, sampled_runs):
-        by_task: dict[str, list[lossless.Case]] = defaultdict(list)
+        by_task: dict[str, list[quality.Case]] = defaultdict(list)
         for prompt in prompts:
             case = graded.case(prompt, phases, _kind(asked, prompt, phases))
-            status = lossless.case_status(case, runs)
+            status = quality.case_status(case, runs)
             improvements += status == "improvement"
             if statuses.get(prompt.prompt_id) != "regression":
                 statuses[prompt.prompt_id] = status
@@ -385,12 +385,12 @@ def evidence(
                 judged += phases == GREEDY_PHASES
             if status == "regression":
                 regressions.append(_regression(graded, asked, prompt, case, phases, label))
-        quality += [_quality(f"{task}, {label}", cases) for task, cases in sorted(by_task.items())]
+        by_tasks += [_quality(f"{task}, {label}", cases) for task, cases in sorted(by_task.items())]
     return {
         "cases": judged,
         "improvements": improvements,
         "regressions": regressions,
-        "quality": quality,
+        "quality": by_tasks,
         "divergences": _divergences(asked, prompts),
         "noise_floor": _noise_floor(graded, asked, prompts),
         "case_status": statuses,
@@ -401,7 +401,7 @@ def _regression(
     graded: Graded,
     asked: Attribution,
     prompt: Prompt,
-    case: lossless.Case,
+    case: quality.Case,
     phases: Sequence[str],
     label: str,
 ) -> dict[str, Any]:
@@ -428,7 +428,7 @@ def _regression(
     return found
 
 
-def _quality(task: str, cases: Sequence[lossless.Case]) -> dict[str, Any]:
+def _quality(task: str, cases: Sequence[quality.Case]) -> dict[str, Any]:
     """`packet.QualityOfTask`: first runs of both arms, paired."""
     n = len(cases)
     lost = sum((c.target[0], c.speculative[0]) == ("pass", "fail") for c in cases)

@@ -26,9 +26,9 @@ from speccheck import (
     fixture,
     guardrails,
     launch,
-    lossless,
     measure,
     plan,
+    quality,
     replay,
     shadow,
     stats,
@@ -212,7 +212,7 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         )
     confirm = phase("sampled-confirm", settings.sampled_temperature, settings.concurrency)
     suspects = replay.lost_once(graded, prompts)
-    runs = lossless.confirming_runs(len(prompts))
+    runs = quality.confirming_runs(len(prompts))
     if suspects:
         run.drive(
             f"confirm, {warm}",

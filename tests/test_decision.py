@@ -10,11 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rule_receipts import pairs
 
-from speccheck import lossless, measure
+from speccheck import lossless, measure, quality
 from speccheck.decision import Check, decide, exit_code, junit, summary_markdown, verdict_of
 from speccheck.errors import ExitCode
 from speccheck.guardrails import RULES, RuleLimit, judge
-from speccheck.lossless import Case, Compared, Divergence
+from speccheck.lossless import Compared, Divergence
+from speccheck.quality import Case
 from speccheck.records import Action, Finding, Stage, Verdict, to_json, worst
 
 P, I, E, F = Verdict.PASS, Verdict.INCONCLUSIVE, Verdict.ERROR, Verdict.FAIL  # noqa: E741
@@ -176,7 +177,7 @@ def test_case_near_ties_pass():
     cases += [Case(f"f{i}", ("fail",) * 2, ("fail",)) for i in range(29)]
     measurements = lossless.measure_lossless(
         compared, control, lossless.NoiseFloor(0.0015, 300, 0.01), stage="replay", route="chat"
-    ) + lossless.measure_quality(cases, stage="replay", route="chat", runs=3)
+    ) + quality.measure_quality(cases, stage="replay", route="chat", runs=3)
     rules = {"max_lossless_violations": RuleLimit(0), "max_quality_regression_cases": RuleLimit(0)}
     found = judge(rules, measurements, stage=Stage.REPLAY, route="chat")
     result = decide("chat", Stage.REPLAY, found)
@@ -210,7 +211,7 @@ def test_case_verification_not_enforced():
             stage="replay",
             route="chat",
         )
-        + lossless.measure_quality(cases, stage="replay", route="chat", runs=3)
+        + quality.measure_quality(cases, stage="replay", route="chat", runs=3)
         + measure.measure_route(
             pairs(rng, 80, target_ms=22.8, speculative_ms=11.2, acceptance=0.71, stage="replay"),
             stage="replay",

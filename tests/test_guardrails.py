@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from rule_receipts import pairs, receipt
 
-from speccheck import grading, guardrails, lossless, measure, stats
+from speccheck import grading, guardrails, lossless, measure, quality, stats
 from speccheck.config import load_guardrails
 from speccheck.errors import UsageError
 from speccheck.grading import Structured
 from speccheck.guardrails import RULES, RuleLimit, judge
-from speccheck.lossless import Case, Compared, Divergence
+from speccheck.lossless import Compared, Divergence
+from speccheck.quality import Case
 from speccheck.records import Estimate, Measurement, Stage, Verdict
 
 CASES = YAML(typ="safe").load(Path(__file__).parent / "cases" / "rules.yaml")
@@ -46,7 +47,7 @@ def measurements(data: dict[str, Any], stage: Stage) -> list[Measurement]:
             Case(f"c{i}", ("pass", "pass"), ("fail",))
             for i in range(data["quality"].get("candidate", 0))
         ]
-        return lossless.measure_quality(cases, stage=stage, route="chat", runs=3)
+        return quality.measure_quality(cases, stage=stage, route="chat", runs=3)
     if "greedy" in data:
         equal = [Compared(f"p{i}", f"r{i}", 60, None) for i in range(data["greedy"]["equal"])]
         parted = [

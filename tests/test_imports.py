@@ -33,6 +33,7 @@ ORDER = [
     "stats",
     "lossless",
     "grading",
+    "quality",
     "measure",
     "speed",
     "matrix",

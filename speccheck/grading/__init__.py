@@ -1,0 +1,23 @@
+"""Is this answer right for its task? Comparisons are made between arms, never with other models.
+
+`checks` grades one answer by its prompt's check; `texts`, `structured` and `queries` hold the kinds
+of checks, `sandbox` runs what must not run in our process. Answers are hostile input throughout.
+"""
+
+from speccheck.grading.checks import KINDS, CodeExecution, grade, structure, validate
+from speccheck.grading.endings import ending_problems
+from speccheck.grading.grade import Grade, GradeOutcome
+from speccheck.grading.structured import Structured, measure_structured_validity
+
+__all__ = [
+    "KINDS",
+    "CodeExecution",
+    "Grade",
+    "GradeOutcome",
+    "Structured",
+    "ending_problems",
+    "grade",
+    "measure_structured_validity",
+    "structure",
+    "validate",
+]

@@ -1,0 +1,219 @@
+"""Answers that a program reads: JSON, JSON under a schema, configuration files.
+
+Also the share of such answers that are well formed, as a metric: with speculation a grammar may not
+be applied inside the accepted block, and HTTP says 200 all the same (vLLM #44993).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from speccheck import stats
+from speccheck.errors import UsageError
+from speccheck.grading.grade import PASSED, Grade, GradeOutcome, failed, need, shown, unfenced
+from speccheck.records import Arm, Measurement
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _parsed(text: str) -> tuple[Any, str]:
+    """The value and an empty problem, or None and the problem."""
+    try:
+        return json.loads(text.strip(), parse_constant=_refuse_constant), ""
+    except RecursionError:
+        return None, "nested too deeply"
+    except ValueError as error:
+        return None, f"no JSON: {shown(error)}"
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Equality as JSON means it: true is not 1, but 1 is 1.0."""
+    if isinstance(a, bool) or isinstance(b, bool):
+        return a is b
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, list) and isinstance(b, list):
+        return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
+    return bool(a == b)
+
+
+def _expected(check: Mapping[str, Any], value: Any) -> Grade:
+    if "expect" not in check or _same(value, check["expect"]):
+        return PASSED
+    expect = check["expect"]
+    if isinstance(expect, dict) and isinstance(value, dict):
+        for key in sorted(expect.keys() | value.keys()):
+            if key not in value:
+                return failed(f"field {shown(key)} is missing")
+            if key not in expect:
+                return failed(f"field {shown(key)} was not asked for")
+            if not _same(value[key], expect[key]):
+                return failed(
+                    f"field {shown(key)} is {shown(value[key])}, expected {shown(expect[key])}"
+                )
+    return failed(f"is {shown(value)}, expected {shown(expect)}")
+
+
+def check_json(check: Mapping[str, Any], text: str) -> Grade:
+    """The whole answer is one JSON value, equal to `expect` where given."""
+    value, problem = _parsed(text)
+    return failed(problem) if problem else _expected(check, value)
+
+
+def check_json_schema(check: Mapping[str, Any], text: str) -> Grade:
+    """The whole answer is one JSON value, valid against `schema`, equal to `expect` where given."""
+    import jsonschema
+    import referencing.exceptions
+
+    schema = need(check, "schema")
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise UsageError(f"check schema is invalid: {shown(error.message)}") from None
+    value, problem = _parsed(text)
+    if problem:
+        return failed(problem)
+    # An empty registry: a $ref to the net must not be fetched.
+    validator = jsonschema.Draft202012Validator(schema, registry=referencing.Registry())
+    try:
+        breach = jsonschema.exceptions.best_match(validator.iter_errors(value))
+    except referencing.exceptions.Unresolvable as error:
+        raise UsageError(f"check schema has a broken reference: {shown(error)}") from None
+    except RecursionError:
+        return failed("nested too deeply")
+    if breach is not None:
+        where = "/".join(str(part) for part in breach.absolute_path)
+        return failed(f"breaks the schema at {shown('/' + where)}: {shown(breach.message)}")
+    return _expected(check, value)
+
+
+# --- configuration files ------------------------------------------------------------------------
+
+
+def _env(text: str) -> dict[str, str]:
+    found = {}
+    for line in text.splitlines():
+        if line.strip() and not line.lstrip().startswith("#"):
+            name, sign, value = line.removeprefix("export ").partition("=")
+            if not sign or not re.fullmatch(r"[A-Za-z_]\w*", name.strip()):
+                raise ValueError(f"{line!r} is no NAME=value")
+            value = value.strip()
+            quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+            found[name.strip()] = value[1:-1] if quoted else value
+    return found
+
+
+def _ini(text: str) -> dict[str, dict[str, str]]:
+    import configparser
+
+    parser = configparser.ConfigParser(interpolation=None)
+    parser.read_string(text)
+    return {name: dict(parser[name]) for name in parser.sections()}
+
+
+def _toml(text: str) -> dict[str, Any]:
+    import tomllib
+
+    return tomllib.loads(text)
+
+
+def _yaml(text: str) -> Any:
+    from ruamel.yaml import YAML
+
+    if len(text) > _MOST_YAML:
+        raise ValueError(f"over {_MOST_YAML} characters")
+    if re.search(r"(?m)(^|[\s\[,{:-])[&*]\w", text):  # a few aliases can stand for gigabytes
+        raise ValueError("anchors and aliases are not read")
+    return YAML(typ="safe", pure=True).load(text)
+
+
+_MOST_YAML = 20_000
+
+CONFIG_FORMATS: dict[str, Callable[[str], Any]] = {
+    "yaml": _yaml,
+    "toml": _toml,
+    "ini": _ini,
+    "env": _env,
+}
+
+
+def check_config(check: Mapping[str, Any], text: str) -> Grade:
+    """A configuration file (fenced or not) that parses and, where given, equals `expect`.
+
+    INI and env files hold texts only, so there `expect` is compared as texts.
+    """
+    name = need(check, "format")
+    if name not in CONFIG_FORMATS:
+        known = ", ".join(CONFIG_FORMATS)
+        raise UsageError(f"check of kind 'config': format {name!r} is none of {known}")
+    try:
+        value = CONFIG_FORMATS[name](unfenced(text))
+    except RecursionError:
+        return failed("nested too deeply")
+    except Exception as error:  # noqa: BLE001 -- each parser has errors of its own
+        return failed(f"no {name}: {shown(' '.join(str(error).split()))}")
+    try:
+        value = json.loads(json.dumps(value, default=str))
+    except (ValueError, TypeError, RecursionError):
+        return failed(f"no plain {name}: {shown(value)}")
+    return _expected(check, value)
+
+
+# --- how many are well formed ----------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Structured:
+    """The `structure` grade of one request that asked for structured output."""
+
+    arm: str
+    receipt_id: str
+    outcome: GradeOutcome
+    cohort: str = ""
+
+
+def measure_structured_validity(
+    graded: Sequence[Structured], *, stage: str, route: str, alpha: float = 0.05
+) -> list[Measurement]:
+    """Metric structured_output_validity of the speculative arm: route, then each cohort that is
+    worse than on the target-only arm. Not-applicable grades do not count.
+    """
+    metric = "structured_output_validity"
+    cohorts = sorted({g.cohort for g in graded if g.cohort})
+    found = []
+    for cohort in ["", *(cohorts if len(cohorts) > 1 else [])]:
+        here = [
+            g
+            for g in graded
+            if g.outcome != "not_applicable" and (not cohort or g.cohort == cohort)
+        ]
+        sides = {arm: [g for g in here if g.arm == arm] for arm in Arm}
+        valid = {arm: sum(g.outcome == "pass" for g in side) for arm, side in sides.items()}
+        spec, target = sides[Arm.SPECULATIVE], sides[Arm.TARGET_ONLY]
+        worse = valid[Arm.SPECULATIVE] * len(target) < valid[Arm.TARGET_ONLY] * len(spec)
+        if cohort and not worse:
+            continue
+        if not spec:
+            found.append(Measurement(metric, stage, route, cohort, None, "no structured output"))
+            continue
+        k, n = valid[Arm.SPECULATIVE], len(spec)
+        found.append(
+            Measurement(
+                metric,
+                stage,
+                route,
+                cohort,
+                stats.clopper_pearson(k, n, alpha=alpha),
+                f"valid {k} of {n}; target-only {valid[Arm.TARGET_ONLY]} of {len(target)}",
+                tuple(g.receipt_id for g in spec if g.outcome == "fail")[:5],
+                tuple(stats.clopper_pearson(k, n, alpha=a) for a in stats.FAIL_LEVELS),
+                share=len(spec) / max(1, sum(g.arm == Arm.SPECULATIVE for g in graded)),
+            )
+        )
+    return found

@@ -1,0 +1,91 @@
+"""Regressions told from chance."""
+
+from __future__ import annotations
+
+import pytest
+
+from speccheck import quality
+from speccheck.quality import Case
+
+P, F, N = "pass", "fail", "not_applicable"
+
+
+@pytest.mark.parametrize(
+    ("target", "speculative", "status"),
+    [
+        ((P, P, P), (F, F, F), "regression"),
+        ((F, F, F), (P, P, P), "improvement"),
+        ((P, P, P), (P, P, P), "agree"),
+        ((F, F), (F,), "agree"),
+        ((P, P), (F,), "candidate"),
+        ((P, P, P), (F, F), "candidate"),
+        ((P, F), (F,), "unstable"),
+        ((P, P, P), (F, P, F), "unstable"),
+        ((P, N), (F,), "not_applicable"),
+        ((), (F,), "not_applicable"),
+    ],
+)
+def test_case_status(target, speculative, status):
+    """A regression is one that reruns confirm on both arms; contradictions are never counted."""
+    assert quality.case_status(Case("p", target, speculative), 3) == status
+
+
+@pytest.mark.parametrize(("cases", "runs"), [(1, 3), (12, 5), (171, 7), (643, 8)])
+def test_confirming_runs(cases, runs):
+    """So many runs per arm that not even one of so many cases is likely to be chance."""
+    assert quality.confirming_runs(cases) == runs
+
+
+def measured(cases, runs=3):
+    return quality.measure_quality(cases, stage="replay", route="chat", runs=runs)
+
+
+def test_confirmed_regressions_are_counted_with_their_mirror():
+    """Regressions, improvements, ties and unstable cases are all said."""
+    cases = (
+        [Case(f"r{i}", (P,) * 3, (F,) * 3, f"id{i}", divergence="tie") for i in range(2)]
+        + [Case(f"i{i}", (F,) * 3, (P,) * 3) for i in range(5)]
+        + [Case("u", (P, F), (F,))]
+        + [Case(f"a{i}", (P, P), (P,)) for i in range(92)]
+    )
+    found = measured(cases)
+    count = found[0]
+    assert (count.estimate.value, count.estimate.high, count.estimate.n) == (2, 2, 100)
+    assert "2 confirmed regressions in 100 cases (2 at numerical ties)" in count.note
+    assert "5 confirmed improvements" in count.note
+    assert "1 unstable and not counted" in count.note
+    assert count.examples == ("id0", "id1")
+    difference = found[1]
+    assert difference.metric == "quality_difference"
+    assert difference.estimate.value == pytest.approx((3 - 5) / 100)
+
+
+def test_candidates_stay_open_until_they_are_rerun():
+    """A case that was not rerun widens the upper limit and confirms nothing."""
+    found = measured([Case("c", (P, P), (F,))] + [Case(f"a{i}", (P, P), (P,)) for i in range(49)])
+    assert (found[0].estimate.low, found[0].estimate.high) == (0, 1)
+    assert "1 became worse but were not run 3 times" in found[0].note
+
+
+def test_zero_regressions_are_printed_with_their_bound():
+    """0 in 100 cases bounds the true rate by 3 %."""
+    found = measured([Case(f"a{i}", (P, P), (P,)) for i in range(100)])
+    assert "0 in 100 bounds the true rate by 3.0%" in found[0].note
+
+
+def test_a_bad_slice_is_named():
+    """T15: JSON broken at the reasoning boundary only: 12 regressions, all in one slice."""
+    cases = (
+        [Case(f"b{i}", (P,) * 3, (F,) * 3, cohort="json with reasoning") for i in range(12)]
+        + [Case(f"c{i}", (P, P), (P,), cohort="json with reasoning") for i in range(18)]
+        + [Case(f"d{i}", (P, P), (P,), cohort="json without reasoning") for i in range(30)]
+    )
+    found = {m.cohort: m for m in measured(cases) if m.metric == "quality_regression_cases"}
+    assert set(found) == {"", "json with reasoning"}
+    assert found["json with reasoning"].estimate.value == 12
+
+
+def test_no_judged_case_is_no_estimate():
+    """Cases that could not be judged are no evidence of quality."""
+    assert measured([])[0].estimate is None
+    assert measured([Case("n", (N, N), (N,))])[0].estimate is None
