@@ -334,7 +334,9 @@ def _row(
     spec = arms.speculative
     drafting = _drafting(spec)
     load = key[DIMENSIONS.index("concurrency")]
-    cost = costs.get(int(load)) if load.isdigit() else None
+    # Arrivals set the load of an open loop; its concurrency is a bound, not a batch size.
+    is_batch = load.isdigit() and key[DIMENSIONS.index("stage")] not in _OPEN_LOOP
+    cost = costs.get(int(load)) if is_batch else None
     modelled, measured_share, note = _saved(arms, drafting, k, cost)
     status = Counter(quality[p] for p in {r.prompt_id for r in members} if p in quality)
     known = [r for r in drafting if r.verify_steps and r.target_passes]

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from speccheck import decision, launch, matrix, packet
+from speccheck import calibration, decision, launch, matrix, packet
 from speccheck.context import STORE_NAME, latest_arms, measured_arms
 from speccheck.errors import ExitCode, StoreError, UsageError
 from speccheck.quality import CaseStatus
@@ -225,6 +225,7 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
         [r for r in counted if r.stage != CALIBRATION and r.phase not in RERUNS],
         rng=np.random.default_rng([run.seed, len(counted)]),
         limits=_matrix_limits(run.config),
+        costs=calibration.costs(counted),
         quality=_case_status(store, run_id),
     )
     results = {

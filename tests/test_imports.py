@@ -36,6 +36,7 @@ ORDER = [
     "quality",
     "measure",
     "speed",
+    "calibration",
     "matrix",
     "guardrails",
     "decision",

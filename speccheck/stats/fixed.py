@@ -377,6 +377,14 @@ def clustered_ratio(
     return Estimate(r, r - reach, r + reach, n, method, alpha)
 
 
+def mean(values: npt.ArrayLike, *, alpha: float) -> Estimate:
+    """Arithmetic mean with Student's t-interval; unbounded for a single value."""
+    estimate = clustered_ratio(values, np.ones(np.size(values)), alpha=alpha)
+    return Estimate(
+        estimate.value, estimate.low, estimate.high, estimate.n, "mean, t-interval", alpha
+    )
+
+
 def acceptance_rate(accepted: npt.ArrayLike, drafted: npt.ArrayLike, *, alpha: float) -> Estimate:
     """Accepted/drafted tokens, pooled, requests as clusters; limits within [0, 1].
 
