@@ -83,6 +83,9 @@ class SpecCounts:
     accepted_tokens: int
     histogram: tuple[int, ...] | None
     """Entry j: verify steps that accepted exactly j drafted tokens."""
+    accepted_per_step: tuple[int, ...] | None = None
+    """Of each verify step, in order; None but in vLLM's detailed metrics."""
+    drafted_per_step: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -698,16 +701,24 @@ def parse_counts(
         broken.append(f"accepted {accepted} of {proposed} drafted")
     if k is not None and proposed > steps * k:
         broken.append(f"drafted {proposed} in {steps} steps of at most {k}")
+    per_step: dict[str, tuple[int, ...]] = {}
     for name, total in (("per_step_accepted", accepted), ("per_step_drafted", proposed)):
-        per_step = raw.get(name)
-        if per_step is not None and (len(per_step) != steps or sum(per_step) != total):
-            broken.append(f"{name} has {len(per_step)} steps and sums to {sum(per_step)}")
+        if raw.get(name) is not None:
+            per_step[name] = tuple(_whole(count) for count in raw[name])
+            if len(per_step[name]) != steps or sum(per_step[name]) != total:
+                broken.append(
+                    f"{name} has {len(per_step[name])} steps and sums to {sum(per_step[name])}"
+                )
     if completion_tokens is not None and k is not None:
         over = accepted + steps - completion_tokens
         if over > k:
             broken.append(f"accepted + steps exceeds the {completion_tokens} delivered by {over}")
     warnings = [f"speculation metrics do not add up: {text}" for text in broken]
-    return SpecCounts(steps, proposed, accepted, bins), warnings
+    accepted_per_step, drafted_per_step = map(
+        per_step.get, ("per_step_accepted", "per_step_drafted")
+    )
+    counts = SpecCounts(steps, proposed, accepted, bins, accepted_per_step, drafted_per_step)
+    return counts, warnings
 
 
 # --- receipts -----------------------------------------------------------------------------------
@@ -813,7 +824,14 @@ def make_receipt(
 
 def make_answer(observation: Observation, receipt_id: str) -> Answer:
     """The full answer for the texts table; call it only where the plan says `keep_text`."""
-    return Answer(receipt_id, observation.text, observation.token_ids)
+    counts = observation.counts
+    return Answer(
+        receipt_id,
+        observation.text,
+        observation.token_ids,
+        None if counts is None else counts.accepted_per_step,
+        None if counts is None else counts.drafted_per_step,
+    )
 
 
 def output_digest(observation: Observation) -> str | None:

@@ -21,6 +21,7 @@ from speccheck.errors import ExitCode, StoreError, UsageError
 from speccheck.quality import CaseStatus
 from speccheck.records import (
     CALIBRATION,
+    PROBE,
     Action,
     Answer,
     Decision,
@@ -222,7 +223,7 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
     arms = latest_arms(store, run_id)
     pair = measured_arms(store, run_id)
     table = matrix.workload_matrix(
-        [r for r in counted if r.stage != CALIBRATION and r.phase not in RERUNS],
+        [r for r in counted if r.stage not in (CALIBRATION, PROBE) and r.phase not in RERUNS],
         rng=np.random.default_rng([run.seed, len(counted)]),
         limits=_matrix_limits(run.config),
         costs=calibration.costs(counted),

@@ -89,6 +89,9 @@ CALIBRATION = "calibration"
 """`stage` of the receipts that costs are calibrated from: batches of one size, outputs of one
 length. They are no traffic and belong in no cohort."""
 
+PROBE = "probe"
+"""`stage` of the samples that losslessness is tested with, at temperature 1: no traffic either."""
+
 
 class Action(StrEnum):
     """What is decided for a route."""
@@ -184,7 +187,7 @@ class PlannedRequest:
     """
 
     stage: str
-    """A `Stage`, SWEEP or CALIBRATION."""
+    """A `Stage`, SWEEP, CALIBRATION or PROBE."""
     phase: str
     arm: Arm
     route: str
@@ -407,6 +410,9 @@ class Answer:
     receipt_id: str
     text: str
     token_ids: tuple[int, ...] | None
+    accepted_per_step: tuple[int, ...] | None = None
+    """Drafted tokens accepted in each verify step, in order; None where the server does not say."""
+    drafted_per_step: tuple[int, ...] | None = None
 
 
 # --- judgement ----------------------------------------------------------------------------------

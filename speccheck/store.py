@@ -18,7 +18,7 @@ import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -45,8 +45,8 @@ from speccheck.telemetry import Snapshot
 if TYPE_CHECKING:
     import duckdb
 
-STORE_VERSION = 1
-"""Version of SCHEMA. History: 1, the first."""
+STORE_VERSION = 2
+"""Version of SCHEMA. History: 1, the first; 2, verify steps of answers."""
 
 SCHEMA = """
 CREATE TABLE store_version (
@@ -87,7 +87,7 @@ CREATE TABLE arms (
 CREATE TABLE receipts (
     receipt_id VARCHAR PRIMARY KEY,    -- digest of run, stage, phase, arm, prompt, repeat, attempt
     run_id VARCHAR NOT NULL,           -- the run
-    stage VARCHAR NOT NULL,            -- replay, shadow or canary; sweep, calibration
+    stage VARCHAR NOT NULL,            -- replay, shadow or canary; sweep, calibration, probe
     phase VARCHAR NOT NULL,            -- part of the stage: greedy, sampled, aa, c8, c8-k5 ...
     arm VARCHAR NOT NULL,              -- target_only or speculative: the server that answered
     route VARCHAR NOT NULL,            -- class of traffic that is switched on and off
@@ -171,11 +171,13 @@ CREATE VIEW timings AS SELECT *,
     END AS tpot_s                                          -- per token after the first
 FROM receipts;
 
--- Answers in full: in replay only, or where the user asked. User content.
+-- Answers in full: in replay and probe only, or where the user asked. User content.
 CREATE TABLE texts (
     receipt_id VARCHAR PRIMARY KEY,    -- of table receipts
     text VARCHAR NOT NULL,             -- visible answer
-    token_ids BIGINT[]                 -- all tokens, reasoning included; NULL where not sent
+    token_ids BIGINT[],                -- all tokens, reasoning included; NULL where not sent
+    accepted_per_step BIGINT[],        -- accepted in each verify step; NULL where not sent
+    drafted_per_step BIGINT[]          -- drafted in each verify step; NULL where not sent
 );
 
 -- Metrics as estimated, before any rule. Derived: a stage that is run again replaces its own.
@@ -501,11 +503,7 @@ class Store:
         if not batch:
             return 0
         receipts = [_receipt_row(receipt) for receipt, _ in batch]
-        answers = [
-            {"receipt_id": a.receipt_id, "text": a.text, "token_ids": a.token_ids}
-            for _, a in batch
-            if a is not None
-        ]
+        answers = [asdict(a) for _, a in batch if a is not None]
         with self._writing():
             added = self._insert("receipts", receipts)
             if answers:
@@ -560,12 +558,14 @@ class Store:
         """Answers in full, by receipt id; ids without one are left out."""
         wanted = list(receipt_ids)
         rows = self._rows(
-            "SELECT receipt_id, text, token_ids FROM texts "
+            "SELECT receipt_id, text, token_ids, accepted_per_step, drafted_per_step FROM texts "
             "WHERE receipt_id IN (SELECT unnest(?::VARCHAR[]))",
             [wanted],
         )
         return {
-            row[0]: Answer(row[0], row[1], None if row[2] is None else tuple(row[2]))
+            row[0]: Answer(
+                row[0], row[1], *(None if ids is None else tuple(ids) for ids in row[2:])
+            )
             for row in rows
         }
 

@@ -773,6 +773,8 @@ async def test_a_receipt_joins_plan_and_observation():
     assert receipt.scheduled_ns == 1
     assert receipt.output_digest == digest("output", script.token_ids)
     assert receipt.server_queue_ms == 1.5
+    kept = client.make_answer(seen, receipt.receipt_id)
+    assert (kept.accepted_per_step, kept.drafted_per_step) == ((2, 4), (4, 4))
     assert receipt.ttft_s is not None
     answered = client.make_answer(seen, receipt.receipt_id)
     assert answered.text == "".join(text_of(i) for i in script.token_ids)

@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 OUT = "speccheck-run"
 PATH = click.Path(path_type=Path)
 STAGES = click.Choice(["fixture", "replay", "shadow", "canary"])
-RECEIPT_STAGES = click.Choice(["replay", "shadow", "canary", "sweep", "calibration"])
+RECEIPT_STAGES = click.Choice(["replay", "shadow", "canary", "sweep", "calibration", "probe"])
 
 
 def _report_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
