@@ -32,6 +32,8 @@ _OPTIONAL = (
     "response_format",
     "features",
     "follow_up",
+    "follow_checks",
+    "group",
     "source",
 )
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -48,6 +50,8 @@ _FORMAT_RULES: dict[str, type] = {
     "ends_with": str,
 }
 
+_CONFIG_FORMATS = ("yaml", "toml", "ini", "env")
+
 _CHECKS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "none": (frozenset(), frozenset()),
     "exact": (frozenset({"answer"}), frozenset({"ignore_case", "tolerance"})),
@@ -55,7 +59,12 @@ _CHECKS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "json_schema": (frozenset({"schema"}), frozenset({"expect"})),
     "sql": (frozenset({"setup", "gold"}), frozenset()),
     "code": (frozenset({"tests"}), frozenset()),
-    "citations": (frozenset({"sources"}), frozenset({"must_cite", "contains"})),
+    "match": (frozenset({"answers"}), frozenset()),
+    "contains": (frozenset(), frozenset({"all", "any", "none"})),
+    "number": (frozenset({"answer"}), frozenset({"tolerance"})),
+    "refusal": (frozenset({"expected"}), frozenset()),
+    "config": (frozenset({"format"}), frozenset({"expect"})),
+    "citations": (frozenset({"sources"}), frozenset({"must_cite", "contains", "quotes"})),
     "regex": (frozenset({"pattern"}), frozenset()),
     "format": (frozenset(), frozenset(_FORMAT_RULES)),
     "all": (frozenset({"checks"}), frozenset()),
@@ -281,6 +290,7 @@ def _from_native(value: dict[str, Any], place: str, route: str, max_tokens: int)
         _check_response_format(response_format, place)
     check = value.get("check", {"kind": "none"})
     _check_check(check, f"{place}: check")
+    follow_up = _texts(value.get("follow_up", []), "follow_up", place)
     return Prompt(
         prompt_id=_word(value, "id", place),
         task=_word(value, "task", place),
@@ -294,7 +304,9 @@ def _from_native(value: dict[str, Any], place: str, route: str, max_tokens: int)
         stop=_texts(value.get("stop", []), "stop", place),
         response_format=response_format,
         features=_texts(value.get("features", []), "features", place),
-        follow_up=_texts(value.get("follow_up", []), "follow_up", place),
+        follow_up=follow_up,
+        follow_checks=_follow_checks(value.get("follow_checks", []), len(follow_up), place),
+        group=_string(value.get("group", ""), "group", place),
         source=_string(value.get("source", ""), "source", place),
     )
 
@@ -478,6 +490,15 @@ def _check_response_format(value: Any, place: str) -> None:
             raise UsageError(f"{place}: response_format.json_schema must have name and schema")
 
 
+def _follow_checks(value: Any, turns: int, place: str) -> tuple[Mapping[str, Any], ...]:
+    """A check for each follow-up turn, or none at all."""
+    if not isinstance(value, list) or len(value) not in (0, turns):
+        raise UsageError(f"{place}: follow_checks must be a list with one check per follow_up turn")
+    for i, check in enumerate(value):
+        _check_check(check, f"{place}: follow_checks[{i}]")
+    return tuple(value)
+
+
 def _check_check(check: Any, place: str) -> None:
     """Kind, keys and types. Whether a gold query runs is found out where it is graded."""
     kind = check.get("kind") if isinstance(check, dict) else None
@@ -514,8 +535,36 @@ def _check_check(check: Any, place: str) -> None:
         for name in sorted(required):
             _word(check, name, f"{place} of kind {kind}")
     elif kind == "citations":
+        _check_citations(check, f"{place} of kind citations")
+    elif kind in ("match", "contains"):
+        if not keys:
+            raise UsageError(f"{place} of kind {kind}: give one of all, any, none")
         for name in sorted(keys):
-            _texts(check[name], name, f"{place} of kind citations")
+            if not _texts(check[name], name, f"{place} of kind {kind}"):
+                raise UsageError(f"{place} of kind {kind}: {name} is empty")
+    elif kind == "number":
+        for name in sorted(keys):
+            if isinstance(check[name], bool) or not isinstance(check[name], (int, float)):
+                raise UsageError(f"{place} of kind number: {name} must be a number")
+    elif kind == "refusal" and not isinstance(check["expected"], bool):
+        raise UsageError(f"{place} of kind refusal: expected must be true or false")
+    elif kind == "config":
+        _one_of(check, "format", _CONFIG_FORMATS, "", f"{place} of kind config")
+
+
+def _check_citations(check: Mapping[str, Any], place: str) -> None:
+    """`sources` are names, or texts by name; only the latter can be quoted from."""
+    sources = check["sources"]
+    if isinstance(sources, dict):
+        _texts([*sources, *sources.values()], "sources", place)
+    else:
+        _texts(sources, "sources", place)
+    for name in sorted({"must_cite", "contains"} & set(check)):
+        _texts(check[name], name, place)
+    if "quotes" in check:
+        _positive(check, "quotes", place)
+        if not isinstance(sources, dict):
+            raise UsageError(f"{place}: quotes needs sources with their texts (name: text)")
 
 
 def _check_pattern(pattern: Any, place: str) -> None:

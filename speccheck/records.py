@@ -150,8 +150,9 @@ class Sampler:
 class Prompt:
     """One corpus entry. `messages` are chat messages; `check` is how its answer is graded.
 
-    `follow_up` holds later user turns that need the answers before them (Spec-Bench); they are
-    sent in order with the arm's own answers in between only where a stage says so.
+    `follow_up` holds later user turns that need the answers before them (Spec-Bench): replay sends
+    them in order with the arm's own answers in between, other stages do not. `follow_checks` grades
+    their answers, one check for each; none for a turn that nothing grades.
     """
 
     prompt_id: str
@@ -169,6 +170,10 @@ class Prompt:
     response_format: Mapping[str, Any] | None = None
     features: tuple[str, ...] = ()
     follow_up: tuple[str, ...] = ()
+    follow_checks: tuple[Mapping[str, Any], ...] = ()
+    group: str = ""
+    """Source document or conversation that prompts share: such prompts are no independent cases.
+    Empty for a prompt on its own."""
     source: str = ""
 
 

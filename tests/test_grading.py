@@ -104,6 +104,91 @@ def test_citations(text, expected):
     assert outcome(check, text) == expected
 
 
+@pytest.mark.parametrize(
+    ("check", "text", "expected"),
+    [
+        ({"kind": "match", "answers": ["Paris"]}, "paris.", "pass"),
+        ({"kind": "match", "answers": ["the Nile", "Nile"]}, "The  Nile!", "pass"),
+        ({"kind": "match", "answers": ["Paris"]}, "It is Paris.", "fail"),
+        ({"kind": "contains", "any": ["Paris"]}, "It is Paris.", "pass"),
+        ({"kind": "contains", "any": ["Paris"]}, "It is Parisian.", "fail"),
+        ({"kind": "contains", "all": ["1000 m", "north"]}, "1,000 m to the **North**", "pass"),
+        ({"kind": "contains", "all": ["1000 m", "north"]}, "1,000 m to the south", "fail"),
+        ({"kind": "contains", "none": ["Lyon"]}, "Paris, not Lyon", "fail"),
+        ({"kind": "contains", "any": ["-5"]}, "It was -5 degrees", "pass"),
+        ({"kind": "contains", "any": ["-5"]}, "It was 5 degrees", "fail"),
+        ({"kind": "number", "answer": 42}, "6 times 7 is **42**.", "pass"),
+        ({"kind": "number", "answer": 1234.5}, "The total: $1,234.50", "pass"),
+        ({"kind": "number", "answer": 42}, "42 of 43", "fail"),
+        ({"kind": "number", "answer": -3}, "so x = −3", "pass"),
+        ({"kind": "number", "answer": 3.14, "tolerance": 0.01}, "about 3.141", "pass"),
+        ({"kind": "number", "answer": 3}, "three", "fail"),
+        ({"kind": "number", "answer": 3}, "1e999999999999", "fail"),
+        ({"kind": "refusal", "expected": True}, "I’m sorry, but I can’t help with that.", "pass"),
+        ({"kind": "refusal", "expected": True}, "Sure! First, you", "fail"),
+        ({"kind": "refusal", "expected": False}, "I cannot assist with this request.", "fail"),
+        ({"kind": "refusal", "expected": False}, "We are sorry that it is late.", "pass"),
+        ({"kind": "refusal", "expected": False}, "I can't wait to help you write it!", "pass"),
+    ],
+)
+def test_words_numbers_and_refusals(check, text, expected):
+    """Compared but for case, punctuation and articles; the last number counts; apologies do not."""
+    validate(check)
+    assert outcome(check, text) == expected
+
+
+EXPECT = {"server": {"port": 8080, "tls": True}, "hosts": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "expect", "text", "expected"),
+    [
+        ("yaml", EXPECT, "server:\n  port: 8080\n  tls: true\nhosts: [a, b]", "pass"),
+        ("yaml", EXPECT, "```yaml\nserver: {port: 8080, tls: true}\nhosts:\n- a\n- b\n```", "pass"),
+        ("yaml", EXPECT, "server:\n  port: '8080'\n  tls: true\nhosts: [a, b]", "fail"),
+        ("yaml", EXPECT, "server:\n port: 8080\n  tls: true", "fail"),
+        ("yaml", {"a": 1}, "a: 1\na: 1", "fail"),
+        ("yaml", {"d": "2024-01-02"}, "d: 2024-01-02", "pass"),
+        ("yaml", {"a": 1}, "a: !!python/object/apply:os.system ['id']", "fail"),
+        ("yaml", {"a": 1}, "a: &x [1,1]\nb: [*x, *x]", "fail"),
+        ("toml", EXPECT, 'hosts = ["a", "b"]\n[server]\nport = 8080\ntls = true', "pass"),
+        ("toml", EXPECT, "port = ", "fail"),
+        ("ini", {"a": {"x": "1"}}, "[a]\nx = 1", "pass"),
+        ("ini", {"a": {"x": "1"}}, "x = 1", "fail"),
+        ("env", {"A": "1", "B": "two words"}, "# c\nA=1\nexport B='two words'", "pass"),
+        ("env", {"A": "1"}, "A: 1", "fail"),
+    ],
+)
+def test_config(name, expect, text, expected):
+    """A file that parses in its own format and says what it should, and no more."""
+    assert outcome({"kind": "config", "format": name, "expect": expect}, text) == expected
+
+
+QUOTING = {
+    "kind": "citations",
+    "sources": {"K1": "The lamp costs 40 dollars in May.", "K2": "Shipping takes 3 days."},
+    "must_cite": ["K1"],
+    "quotes": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('They say "the lamp costs 40 dollars" [K1].', "pass"),
+        ("They say “The lamp  costs 40 dollars.” [K1]", "pass"),
+        ('They say "the lamp costs 41 dollars" [K1].', "fail"),
+        ('They say "Shipping takes 3 days" [K1].', "fail"),
+        ('They say "Shipping takes 3 days" [K2], and more [K1].', "pass"),
+        ("The lamp costs 40 dollars [K1].", "fail"),
+        ('Yes, "the lamp costs 40 dollars" [K1][K9].', "fail"),
+    ],
+)
+def test_quotations_stand_in_the_source_that_is_cited(text, expected):
+    """What is quoted must be there, in that source, and the cited ids must exist."""
+    assert outcome(QUOTING, text) == expected
+
+
 def test_regex_matches_the_whole_answer():
     """Lookaheads work, a dot crosses lines, and a partial match is no match."""
     check = {"kind": "regex", "pattern": r"(?=.*\bAnn\b)(?=.*\b42\b).+"}
@@ -352,6 +437,10 @@ def test_combinations(kind, parts, expected):
         {"kind": "code", "tests": "assert f("},
         {"kind": "all", "checks": []},
         {"kind": "all", "checks": [{"kind": "nothing"}]},
+        {"kind": "match"},
+        {"kind": "number"},
+        {"kind": "refusal"},
+        {"kind": "config", "format": "xml"},
     ],
 )
 def test_a_broken_check_is_found_before_the_first_request(check):
@@ -367,7 +456,24 @@ def test_sound_checks_are_sound():
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.text(), st.sampled_from(["exact", "json", "json_schema", "citations", "format"]))
+@given(
+    st.text(),
+    st.sampled_from(
+        [
+            "exact",
+            "json",
+            "json_schema",
+            "citations",
+            "quotes",
+            "format",
+            "match",
+            "contains",
+            "number",
+            "refusal",
+            "config",
+        ]
+    ),
+)
 def test_every_text_gets_a_grade(text, kind):
     """No text raises, and every reason prints on one line."""
     checks = {
@@ -376,6 +482,12 @@ def test_every_text_gets_a_grade(text, kind):
         "json_schema": {"schema": SCHEMA},
         "citations": {"sources": ["K1"]},
         "format": {"sentences": 2, "starts_with": "A"},
+        "quotes": QUOTING,
+        "match": {"answers": ["x"]},
+        "contains": {"all": ["x"], "any": ["y"], "none": ["z"]},
+        "number": {"answer": 3},
+        "refusal": {"expected": True},
+        "config": {"format": "yaml", "expect": {"a": 1}},
     }
     found = grade({"kind": kind} | checks[kind], text)
     assert found.outcome in {"pass", "fail"}

@@ -18,9 +18,13 @@ from speccheck.grading.queries import check_sql
 from speccheck.grading.structured import check_config, check_json, check_json_schema
 from speccheck.grading.texts import (
     check_citations,
+    check_contains,
     check_exact,
     check_format,
+    check_match,
     check_none,
+    check_number,
+    check_refusal,
     check_regex,
 )
 
@@ -114,7 +118,11 @@ _KEYS: dict[str, set[str]] = {
     "config": {"format", "expect"},
     "sql": {"setup", "gold"},
     "code": {"tests"},
-    "citations": {"sources", "must_cite", "contains"},
+    "citations": {"sources", "must_cite", "contains", "quotes"},
+    "match": {"answers"},
+    "contains": {"all", "any", "none"},
+    "number": {"answer", "tolerance"},
+    "refusal": {"expected"},
     "regex": {"pattern"},
     "format": {
         "starts_with",
@@ -139,6 +147,10 @@ _CHECKERS: dict[str, Callable[[Mapping[str, Any], str], Grade]] = {
     "config": check_config,
     "sql": check_sql,
     "citations": check_citations,
+    "match": check_match,
+    "contains": check_contains,
+    "number": check_number,
+    "refusal": check_refusal,
     "regex": check_regex,
     "format": check_format,
     "none": check_none,
