@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -323,6 +323,8 @@ class Rollout(Model):
     """The speculative config, in vLLM's own words (`--speculative-config`)."""
     corpus: CorpusConfig = CorpusConfig()
     guardrails: str = PACKAGED
+    eligibility: str | None = None
+    """Which requests may speculate: a file, or `packaged`. None: all of every route."""
     warm_up: Count = 8
     """Requests per arm that are driven before a stage measures, and never estimated from."""
     fixture: FixtureConfig = FixtureConfig()
@@ -364,7 +366,7 @@ def load_rollout(path: Path) -> Rollout:
     Raises:
         UsageError: with file and line, for anything that is not as the model says.
     """
-    return _load(path, Rollout)
+    return load_model(path, Rollout)
 
 
 def load_guardrails(path: Path, routes: tuple[Route, ...] = ()) -> Guardrails:
@@ -373,7 +375,7 @@ def load_guardrails(path: Path, routes: tuple[Route, ...] = ()) -> Guardrails:
     Raises:
         UsageError: with file and line; also for an override of a route that does not exist.
     """
-    rules = _load(path, Guardrails)
+    rules = load_model(path, Guardrails)
     names = {route.name for route in routes}
     unknown = sorted(set(rules.routes) - names)
     if routes and unknown:
@@ -397,13 +399,14 @@ def resolve(path: str, beside: Path, packaged: Path) -> Path:
 
 
 def write_example(folder: Path, name: str, *, overwrite: bool = False) -> list[Path]:
-    """Write a packaged rollout (as rollout.yaml) and guardrails.yaml into a folder.
+    """Write a packaged rollout (as rollout.yaml), its rules and its policy into a folder.
 
     Raises:
         UsageError: a file is there already, or the folder cannot be written.
     """
     source = package_dir("rules")
-    wanted = {"rollout.yaml": source / name, "guardrails.yaml": source / "guardrails.yaml"}
+    wanted = {"rollout.yaml": source / name}
+    wanted |= {file: source / file for file in ("guardrails.yaml", "eligibility.yaml")}
     there = [folder / target for target in wanted if (folder / target).exists()]
     if there and not overwrite:
         raise UsageError(f"{there[0]}: is there already; --force overwrites it")
@@ -422,14 +425,19 @@ def write_example(folder: Path, name: str, *, overwrite: bool = False) -> list[P
 T = TypeVar("T", bound=BaseModel)
 
 
-def _load(path: Path, model: type[T]) -> T:
+def load_model(path: Path, model: type[T], context: Any = None) -> T:
+    """A YAML file as a strict model; `context` is handed to the model's validators.
+
+    Raises:
+        UsageError: with file and line, for anything that is not as the model says.
+    """
     data = _read_yaml(path)
     if not isinstance(data, Mapping):
         raise UsageError(f"{path}: a mapping of keys to values is needed at the top")
     try:
-        return model.model_validate(_plain(data))
+        return model.model_validate(_plain(data), context=context)
     except ValidationError as error:
-        lines = [_explain(path, data, item) for item in error.errors(include_url=False)]
+        lines = [_explain(path, data, item, model) for item in error.errors(include_url=False)]
         raise UsageError("\n".join(lines)) from None
 
 
@@ -474,7 +482,7 @@ def _plain(value: Any) -> Any:
     return str(value)
 
 
-def _explain(path: Path, data: Any, item: Any) -> str:
+def _explain(path: Path, data: Any, item: Any, model: type[BaseModel]) -> str:
     """One pydantic error as `file:line: where: what`."""
     line = None
     node = data
@@ -490,20 +498,23 @@ def _explain(path: Path, data: Any, item: Any) -> str:
     where = ".".join(names)
     what = item["msg"].removeprefix("Value error, ")
     if item["type"] == "extra_forbidden":
-        what = f"unknown key{_did_you_mean(item['loc'])}"
+        what = f"unknown key{_did_you_mean(item['loc'], model)}"
     elif item["type"] == "missing":
         what = "this key is missing"
     at = f"{path}:{line}" if line else str(path)
     return f"{at}: {where}: {what}" if where else f"{at}: {what}"
 
 
-def _did_you_mean(loc: tuple[Any, ...]) -> str:
+def _did_you_mean(loc: tuple[Any, ...], model: type[BaseModel]) -> str:
     import difflib
 
-    models: tuple[type[BaseModel], ...] = (
-        *(Rollout, Route, Traffic, Embedded, Attached, CorpusConfig, FixtureConfig),
-        *(ReplayConfig, ShadowConfig, CanaryConfig, Guardrails, GuardrailBlock),
-    )
-    known = {name for model in models for name in model.model_fields}
-    close = difflib.get_close_matches(str(loc[-1]), sorted(known), n=1)
+    close = difflib.get_close_matches(str(loc[-1]), sorted(_keys(model)), n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _keys(annotation: Any) -> set[str]:
+    """Every key that a model, or a model within it, knows."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        fields = annotation.model_fields
+        return set(fields).union(*(_keys(field.annotation) for field in fields.values()))
+    return set().union(*(_keys(part) for part in get_args(annotation)))

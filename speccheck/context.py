@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from speccheck import __version__, launch, store
+from speccheck import __version__, eligibility, launch, store
 from speccheck.config import (
     PACKAGED,
     Guardrails,
@@ -40,6 +40,10 @@ from speccheck.records import Arm, ArmDescription, PlannedRequest, Prompt, Recei
 
 STORE_NAME = "receipts.duckdb"
 EVERY_TASK = "*"
+LIVE = (Stage.SHADOW, Stage.CANARY)
+"""Stages in which the eligibility policy decides where a request goes."""
+POLICED = (Stage.REPLAY, *LIVE)
+"""Stages whose receipts say what it decides."""
 PROTECTED = "protected"
 """Name of the class of traffic that speculation must never delay; no route may be called so."""
 
@@ -72,10 +76,14 @@ class RunContext:
     run_id: str
     out: Path
     report: Reporter
+    policy: eligibility.Eligibility | None = None
+    """Which requests may speculate; None: all."""
     health: list[ClientHealth] = field(default_factory=list)
     """Of every drive since the stage began; `run_stage` empties it."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _arms: launch.Arms | None = None
+    _tokens: dict[str, int] = field(default_factory=dict)
+    """Prompt lengths by prompt id, as far as the policy asked for them."""
     _warm: bool = False
     """Whether this process has sent warm-up requests: servers that it started are cold before."""
 
@@ -110,7 +118,7 @@ class RunContext:
         return {
             arm.arm: Endpoint(
                 description=arm,
-                policy_version=self.rollout.policy_version,
+                policy_version=eligibility.policy_version(self.rollout, self.policy),
                 served_model=arm.model,
                 api_key=pair.api_key,
             )
@@ -136,6 +144,7 @@ class RunContext:
             EngineError: an arm cannot be reached.
             StoreError: receipts cannot be written.
         """
+        plan, door = self._enforce_policy(plan)
         stages = {request.stage for request in plan}
         done = {key for stage in stages for key in self.store.done_keys(self.run_id, stage)}
         left = remaining([r for r in plan if not r.warm_up], self.run_id, done)
@@ -143,8 +152,14 @@ class RunContext:
             left = [r for r in plan if r.warm_up] + left
             self._warm = True
 
+        def decided(planned: PlannedRequest) -> PlannedRequest | None:
+            request = planned if should_send is None else should_send(planned)
+            return request if request is None or door is None else door.send(request)
+
         def finished(receipt: Receipt) -> None:
             self.report.receipt(receipt)
+            if door is not None:
+                door.receipt(receipt)
             if on_receipt is not None:
                 on_receipt(receipt)
 
@@ -162,11 +177,40 @@ class RunContext:
                     run_id=self.run_id,
                     write=write,
                     on_receipt=finished,
-                    should_send=should_send,
+                    should_send=decided,
                     give_up_after=give_up_after,
                 )
             )
         self.health.append(report.health)
+
+    def _enforce_policy(
+        self, plan: Sequence[PlannedRequest]
+    ) -> tuple[Sequence[PlannedRequest], eligibility.Door | None]:
+        """The plan as the policy has it, and who asks again at send time where pressure matters."""
+        if self.policy is None or not all(r.stage in POLICED for r in plan):
+            return plan, None
+        routes = {route.name for route in self.rollout.routes}
+        tokens = self._prompt_tokens(plan)
+        door = None
+        if all(r.stage in LIVE for r in plan) and self.policy.asks_for & {*eligibility.PRESSURE}:
+            door = eligibility.Door(self.policy, routes, tokens)
+        return eligibility.enforce(self.policy, plan, routes, tokens), door
+
+    def _prompt_tokens(self, planned: Sequence[PlannedRequest]) -> dict[str, int]:
+        """Prompt id -> tokens, where the policy asks: as servers counted them, else tokenized."""
+        if self.policy is None or "prompt_tokens" not in self.policy.asks_for:
+            return {}
+        seen = self.store.columns(self.run_id, ["prompt_id", "prompt_tokens"])
+        for prompt_id, tokens in zip(seen["prompt_id"], seen["prompt_tokens"], strict=True):
+            if np.isfinite(tokens):
+                self._tokens[str(prompt_id)] = int(tokens)
+        unknown = {
+            r.prompt.prompt_id: r.prompt.messages
+            for r in planned
+            if r.prompt.prompt_id not in self._tokens
+        }
+        self._tokens |= launch.count_prompt_tokens(self.rollout, unknown)
+        return self._tokens
 
     def rng(self, *names: object) -> np.random.Generator:
         """The generator of one named part of the run: same run, same name, same numbers."""
@@ -282,6 +326,21 @@ def read_rollout(path: Path) -> tuple[Rollout, Guardrails, Corpus]:
     return rollout, guardrails, corpus
 
 
+def read_policy(path: Path, rollout: Rollout, corpus: Corpus) -> eligibility.Eligibility | None:
+    """The eligibility policy that a rollout names, checked; None where it names none.
+
+    Raises:
+        UsageError: with file and line.
+    """
+    if rollout.eligibility is None:
+        return None
+    return eligibility.load_eligibility(
+        resolve(rollout.eligibility, path, package_dir("rules") / "eligibility.yaml"),
+        routes=[route.name for route in rollout.routes],
+        features={name for prompt in corpus.prompts for name in prompt.features},
+    )
+
+
 def _table_digest(path: Path, rollout: Rollout) -> str:
     """Digest of the fixture table; what is wrong with the file is for its loader to say."""
     table = resolve(rollout.fixture.table, path, package_dir("corpora") / "fixture_t4.json")
@@ -303,6 +362,7 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
         StoreError: the folder or the store cannot be written.
     """
     rollout, guardrails, corpus = read_rollout(path)
+    policy = read_policy(path, rollout, corpus)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -315,6 +375,8 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
         "speccheck": __version__,
         "fixture_table": _table_digest(path, rollout),
     }
+    if policy is not None:
+        config["eligibility"] = policy.model_dump(mode="json", exclude_none=True)
     with store.Store.open(out / STORE_NAME) as opened:
         identity = [config, corpus.digest]
         known = {run.run_id for run in opened.runs()}
@@ -336,6 +398,6 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
         if run_id in known:
             begun = opened.run(run_id)
         opened.begin_run(begun, wall_ns=now, clock_ns=time.perf_counter_ns())
-        context = RunContext(path, rollout, guardrails, corpus, opened, run_id, out, report)
+        context = RunContext(path, rollout, guardrails, corpus, opened, run_id, out, report, policy)
         with context._stack:  # noqa: SLF001 (ours)
             yield context

@@ -8,14 +8,14 @@ report and the Markdown summary are derived from the same decisions, so they can
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 from xml.etree import ElementTree as ET
 
 from speccheck.errors import ExitCode
 from speccheck.guardrails import RULES
-from speccheck.records import Action, Decision, Finding, Stage, Verdict, worst
+from speccheck.records import POLICY, Action, Decision, Finding, Stage, Verdict, worst
 
 Budget = Literal["open", "spent"]
 
@@ -33,8 +33,13 @@ def decide(
     invalid: str = "",
     unrepresentative: str = "",
     budget: Budget = "open",
+    kept_off: Mapping[str, int] | None = None,
+    requests: int = 0,
 ) -> Decision:
     """Decide one route from its findings.
+
+    `kept_off` says how many of the route's `requests` the eligibility policy keeps on target-only,
+    by reason: the decision is about the others, and its scope says so.
 
     `invalid` says why the run itself cannot be judged (our client was late, the arms differ in more
     than speculation); it overrules everything. `unrepresentative` says why the workload is not the
@@ -52,10 +57,21 @@ def decide(
     counted = [f for f in mine if f.counted]
     of = {v: [f for f in counted if f.verdict is v] for v in Verdict}
 
+    policy = _policy_scope(kept_off or {}, requests, mine)
+
     def decided(action: Action, reason: str, scope: str = "") -> Decision:
         return Decision(
-            route, action, stage, reason, mine, k if action is Action.PROMOTE else None, scope
+            route,
+            action,
+            stage,
+            reason,
+            mine,
+            k if action is Action.PROMOTE else None,
+            "; ".join(text for text in (scope, policy) if text),
         )
+
+    if not invalid and 0 < requests == sum((kept_off or {}).values()):
+        return decided(Action.HOLD, "the eligibility policy lets none of its requests speculate")
 
     if invalid or not counted:
         return decided(Action.INCONCLUSIVE, f"could not judge: {invalid or 'no rule was judged'}")
@@ -120,6 +136,38 @@ def _scope(failed: Sequence[Finding], decisive: Sequence[Finding]) -> str:
     if good:
         text += f"; passes at {', '.join(good)}: limit the eligibility policy to that and run again"
     return text
+
+
+def _policy_scope(kept_off: Mapping[str, int], requests: int, findings: Sequence[Finding]) -> str:
+    """What the eligibility policy keeps off, why, and which rules fail there."""
+    if not kept_off:
+        return ""
+    why = "; ".join(
+        f"{n}: {reason.removeprefix(POLICY).removeprefix(': ')}"
+        for reason, n in sorted(kept_off.items(), key=lambda item: (-item[1], item[0]))[:3]
+    )
+    text = f"the eligibility policy keeps {sum(kept_off.values())} of {requests} requests on"
+    text += f" target-only ({why})"
+    failed = sorted({f.rule for f in findings if is_kept_off(f)})
+    return f"{text}, where {', '.join(failed)} would fail" if failed else text
+
+
+KEPT_OFF = "kept off by policy"
+"""First words of the cohort of a finding about what the eligibility policy keeps off."""
+
+
+def is_kept_off(finding: Finding) -> bool:
+    """Whether a finding is about requests that the eligibility policy keeps off."""
+    return finding.cohort.startswith(KEPT_OFF)
+
+
+def of_kept_off(findings: Sequence[Finding]) -> list[Finding]:
+    """Failures among requests that the eligibility policy keeps off: shown, not counted."""
+    return [
+        replace(f, counted=False, cohort=", ".join(c for c in (KEPT_OFF, f.cohort) if c))
+        for f in findings
+        if f.verdict is Verdict.FAIL
+    ]
 
 
 # --- several stages, one answer per route -------------------------------------------------------

@@ -20,7 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,6 +98,54 @@ def differences(pair: Arms) -> dict[str, tuple[Any, Any]]:
         if left.get(name) != right.get(name):
             found[name] = (left.get(name), right.get(name))
     return found
+
+
+def count_prompt_tokens(
+    rollout: Rollout, chats: Mapping[str, Sequence[Mapping[str, str]]]
+) -> dict[str, int]:
+    """Name -> prompt length in tokens, by the target's own tokenizer and chat template.
+
+    Attached servers are asked (`/tokenize`, vLLM has it); what they do not answer is left out.
+
+    Raises:
+        EngineError: the embedded engine's model folder has no readable tokenizer.
+    """
+    if rollout.engine == "attached":
+        return {
+            name: count
+            for name, messages in chats.items()
+            if (count := _asked_tokens(rollout, messages)) is not None
+        }
+    from speccheck.engine.settings import EngineSettings
+    from speccheck.engine.text import Tokenizer
+
+    tokenizer = Tokenizer(EngineSettings(rollout.embedded.model).model_dir)
+    return {
+        name: len(tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False))
+        for name, messages in chats.items()
+    }
+
+
+def _asked_tokens(rollout: Rollout, messages: Sequence[Mapping[str, str]]) -> int | None:
+    attached = rollout.attached
+    if attached is None:
+        return None
+    key = os.environ.get(attached.api_key_env) if attached.api_key_env else None
+    body: dict[str, Any] = {"messages": list(messages)}
+    if attached.model is not None:
+        body["model"] = attached.model
+    request = urllib.request.Request(  # noqa: S310 (http(s) only, checked in config)
+        f"{attached.target_only}/tokenize",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=10) as reply:  # noqa: S310
+            value = json.loads(reply.read())
+    except (OSError, ValueError):
+        return None  # not known; what then holds is for the policy to say
+    count = value.get("count") if isinstance(value, dict) else None
+    return count if isinstance(count, int) else None
 
 
 def machine() -> dict[str, Any]:

@@ -195,14 +195,21 @@ def workload_matrix(
     rng: np.random.Generator,
     limits: MatrixLimits = MatrixLimits(),
     costs: Mapping[int, Costs] | None = None,
-    quality: Mapping[str, CaseStatus] | None = None,
+    quality: Mapping[str, Mapping[str, CaseStatus]] | None = None,
     min_pairs: int = 20,
 ) -> Matrix:
     """Cohorts to rows. `costs` is the calibration per concurrency; `quality` is each prompt's case
-    status; cohorts of fewer than `min_pairs` pairs (in a canary: completed requests of the smaller
-    arm) are pooled, and named.
+    status, greedy and sampled; cohorts of fewer than `min_pairs` pairs (in a canary: completed
+    requests of the smaller arm) are pooled, and named.
     """
-    counted = _protect_copies([r for r in receipts if not r.warm_up and not is_control(r)])
+    counted = _protect_copies(
+        [
+            r
+            for r in receipts
+            # Where policy decides who is sent where, those it keeps off have no other side.
+            if not (r.warm_up or is_control(r) or (r.kept_off and r.stage in _OPEN_LOOP))
+        ]
+    )
     rows = [
         _row(
             key,
@@ -322,7 +329,7 @@ def _row(
     rng: np.random.Generator,
     limits: MatrixLimits,
     costs: Mapping[int, Costs],
-    quality: Mapping[str, CaseStatus],
+    quality: Mapping[str, Mapping[str, CaseStatus]],
     min_pairs: int,
 ) -> MatrixRow:
     everything = _arms(members)
@@ -338,7 +345,10 @@ def _row(
     is_batch = load.isdigit() and key[DIMENSIONS.index("stage")] not in _OPEN_LOOP
     cost = costs.get(int(load)) if is_batch else None
     modelled, measured_share, note = _saved(arms, drafting, k, cost)
-    status = Counter(quality[p] for p in {r.prompt_id for r in members} if p in quality)
+    runs = {
+        ("greedy" if r.temperature_band == "greedy" else "sampled", r.prompt_id) for r in members
+    }
+    status = Counter(found for kind, p in runs if (found := quality.get(kind, {}).get(p)))
     known = [r for r in drafting if r.verify_steps and r.target_passes]
     cells = tuple(_cells(arms, rng))
     refused = [r for r in everything.speculative if is_refused(r)]

@@ -113,6 +113,7 @@ def measure_route(
     route: str,
     rng: np.random.Generator,
     tpot_min_tokens: int = TPOT_MIN_TOKENS,
+    kept_off: bool = False,
 ) -> list[Measurement]:
     """Every metric that receipts of both arms can give, for the route and for slices of it.
 
@@ -125,11 +126,17 @@ def measure_route(
     error_rate_target_only, unsupported_requests; length_finish_rate; fallback_rate.
 
     Outputs under `tpot_min_tokens` tokens, and pairs of unequal length, are left out of TPOT.
+    What the eligibility policy keeps on target-only is evidence of neither arm and left out; with
+    `kept_off` it alone is measured.
     """
     mine = [
         r
         for r in receipts
-        if r.route == route and r.stage == stage and r.priority != "protected" and not r.warm_up
+        if r.route == route
+        and r.stage == stage
+        and r.priority != "protected"
+        and not r.warm_up
+        and r.kept_off is kept_off
     ]
     loads = sorted({r.concurrency for r in mine})
 

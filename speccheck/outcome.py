@@ -262,12 +262,12 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
     )
 
 
-def _case_status(store: Store, run_id: str) -> dict[str, CaseStatus]:
-    """What replay found of each prompt."""
+def _case_status(store: Store, run_id: str) -> dict[str, dict[str, CaseStatus]]:
+    """What replay found of each prompt, greedy and sampled."""
     replayed = store.get_stage(run_id, Stage.REPLAY)
     if replayed is None:
         return {}
-    found: dict[str, CaseStatus] = replayed.evidence["evidence"].get("case_status", {})
+    found: dict[str, dict[str, CaseStatus]] = replayed.evidence["evidence"].get("case_status", {})
     return found
 
 

@@ -224,6 +224,10 @@ class PlannedRequest:
 # --- receipts -----------------------------------------------------------------------------------
 
 
+POLICY = "eligibility policy"
+"""First words of `decision_reason` where the policy keeps a request on target-only."""
+
+
 class Outcome(StrEnum):
     """How a request attempt ended."""
 
@@ -330,6 +334,15 @@ class Receipt:
     output_digest: str | None
     """Digest of the output's token ids (of its text where the server gives no ids)."""
     warnings: tuple[str, ...] = ()
+
+    @property
+    def kept_off(self) -> bool:
+        """Whether the eligibility policy keeps such a request on target-only.
+
+        It is evidence of neither arm then: what may not speculate is no control of what may. Both
+        sides of a pair are marked alike, in replay too, where both arms are asked all the same.
+        """
+        return self.decision_reason.startswith(POLICY)
 
     @property
     def ttft_s(self) -> float | None:

@@ -113,6 +113,21 @@ def grade_all(run: RunContext, prompts: Sequence[Prompt]) -> Graded:
     return Graded(groups, answers, grades)
 
 
+def part(graded: Graded, asked: Attribution, *, kept_off: bool) -> tuple[Graded, Attribution]:
+    """Of what was found, that which the eligibility policy keeps off, or that which it does not."""
+    by_prompt = {
+        prompt_id: [r for r in group if r.kept_off is kept_off]
+        for prompt_id, group in graded.by_prompt.items()
+    }
+    mine = replace(graded, by_prompt=by_prompt)
+    greedy = {r.prompt_id for r in mine.receipts if r.phase == "greedy"}
+    return mine, replace(
+        asked,
+        compared={p: pair for p, pair in asked.compared.items() if p in greedy},
+        controls={p: pair for p, pair in asked.controls.items() if p in greedy},
+    )
+
+
 def to_confirm(graded: Graded, prompts: Sequence[Prompt]) -> list[Prompt]:
     """Prompts whose greedy outcomes are stable on target-only and other on the speculative arm."""
     found = []
@@ -365,12 +380,10 @@ def evidence(
     prompts: Sequence[Prompt],
     sampled_runs: int,
 ) -> dict[str, Any]:
-    """`packet.ReplayEvidence`, and each prompt's case status for the matrix: a regression at either
-    temperature stands, else the sampled one.
-    """
+    """`packet.ReplayEvidence`, and each prompt's case status for the matrix, greedy and sampled."""
     regressions: list[dict[str, Any]] = []
     improvements = judged = 0
-    statuses: dict[str, str] = {}
+    statuses: dict[str, dict[str, str]] = {"greedy": {}, "sampled": {}}
     by_tasks: list[dict[str, Any]] = []
     for phases, label, runs in _temperatures(run, sampled_runs):
         by_task: dict[str, list[quality.Case]] = defaultdict(list)
@@ -378,8 +391,7 @@ def evidence(
             case = graded.case(prompt, phases, _kind(asked, prompt, phases))
             status = quality.case_status(case, runs)
             improvements += status == "improvement"
-            if statuses.get(prompt.prompt_id) != "regression":
-                statuses[prompt.prompt_id] = status
+            statuses[phases[0]][prompt.prompt_id] = status
             if status != "not_applicable":
                 by_task[prompt.task].append(case)
                 judged += phases == GREEDY_PHASES

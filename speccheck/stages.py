@@ -226,12 +226,24 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     judged = Judged(evidence=replay.evidence(run, graded, asked, prompts, runs))
     for route in routes:
         mine = [prompt for prompt in prompts if prompt.route == route.name]
-        rng = run.rng("replay", route.name)
-        measured = [
-            *measure.measure_route(receipts, stage=Stage.REPLAY, route=route.name, rng=rng),
-            *replay.measure(run, route.name, graded, asked, mine, runs),
-        ]
-        _judge_route(run, judged, Stage.REPLAY, route.name, measured)
+        measured, excluded = (
+            [
+                *measure.measure_route(
+                    receipts,
+                    stage=Stage.REPLAY,
+                    route=route.name,
+                    rng=run.rng("replay", route.name),
+                    kept_off=kept_off,
+                ),
+                *replay.measure(
+                    run, route.name, *replay.part(graded, asked, kept_off=kept_off), mine, runs
+                ),
+            ]
+            if run.policy is not None or not kept_off
+            else []
+            for kept_off in (False, True)
+        )
+        _judge_route(run, judged, Stage.REPLAY, route.name, measured, excluded=excluded)
     return judged
 
 
@@ -439,13 +451,24 @@ def _judge_route(
     measured: Sequence[Measurement],
     *,
     fell_back: Decision | None = None,
+    excluded: Sequence[Measurement] = (),
 ) -> None:
-    """Findings and decision of one route, added to what the stage found."""
+    """Findings and decision of one route, added to what the stage found.
+
+    `excluded` is measured where the eligibility policy keeps requests off: it is judged and shown,
+    and does not count.
+    """
     health = _health(run, stage)
     late = "" if health["valid"] else str(health["reasons"][0])
     if late and not judged.reasons:
         judged.reasons.append(f"our client was late, so times are void: {late}")
     findings = _findings(run, stage, route, measured, late=late)
+    findings += decision.of_kept_off(_findings(run, stage, route, excluded, late=late))
+    sent = {
+        r.pair_id: r
+        for r in run.store.receipts(run.run_id, stage=stage, route=route, warm_up=False)
+        if r.phase not in replay.RERUNS
+    }
     judged.measurements += measured
     judged.findings += findings
     judged.decisions.append(
@@ -456,6 +479,8 @@ def _judge_route(
             findings,
             k=run.rollout.speculation.get("num_speculative_tokens"),
             invalid=_invalid(run),
+            kept_off=Counter(r.decision_reason for r in sent.values() if r.kept_off),
+            requests=len(sent),
         )
     )
 

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from rule_receipts import pairs
 
 from speccheck import lossless, measure, quality
-from speccheck.decision import Check, decide, exit_code, junit, summary_markdown, verdict_of
+from speccheck.decision import (
+    Check,
+    decide,
+    exit_code,
+    junit,
+    of_kept_off,
+    summary_markdown,
+    verdict_of,
+)
 from speccheck.errors import ExitCode
 from speccheck.guardrails import RULES, RuleLimit, judge
 from speccheck.lossless import Compared, Divergence
@@ -355,3 +363,39 @@ def test_checks_beside_routes_agree_in_every_form():
         red = report.findall(".//failure") + report.findall(".//error")
         assert bool(red) == (code is not ExitCode.PASS)
         assert f"Exit code {int(code)}" in summary_markdown([], checks)
+
+
+# --- what the eligibility policy keeps off ------------------------------------------------------
+
+REASON = "eligibility policy: rule 'sampled': 2 regressions"
+
+
+def test_what_the_policy_excludes_does_not_block_and_is_said() -> None:
+    """A failure confined to what the policy keeps off is shown, not counted; the scope says so."""
+    outside = of_kept_off([finding(F), finding(F, cohort="temperature mid"), finding(I)])
+    assert [f.cohort for f in outside] == [
+        "kept off by policy",
+        "kept off by policy, temperature mid",
+    ]
+    made = decided(finding(P), *outside, kept_off={REASON: 45}, requests=90)
+    assert made.action is Action.PROMOTE
+    assert made.scope == (
+        "the eligibility policy keeps 45 of 90 requests on target-only (45: rule 'sampled': "
+        "2 regressions), where max_tpot_p95_regression would fail"
+    )
+    assert made.findings[1:] == tuple(outside), "they stay visible"
+
+
+def test_without_the_policy_the_same_failure_blocks() -> None:
+    """The check above can fail: counted, it is a fallback."""
+    assert decided(finding(P), finding(F)).action is Action.FALL_BACK
+    also = decided(finding(F), *of_kept_off([finding(F)]), kept_off={REASON: 45}, requests=90)
+    assert also.action is Action.FALL_BACK, "what may speculate failed too"
+
+
+def test_a_route_of_which_nothing_may_speculate_is_held() -> None:
+    """Nothing was judged, and nothing is promoted: it stays on target-only as the policy says."""
+    made = decided(finding(E), kept_off={REASON: 90}, requests=90)
+    assert made.action is Action.HOLD
+    assert "none of its requests" in made.reason
+    assert "rule 'sampled'" in made.scope

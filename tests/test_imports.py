@@ -27,6 +27,7 @@ ORDER = [
     "plan",
     "launch",
     "client",
+    "eligibility",
     "telemetry",
     "drive",
     "store",

@@ -14,7 +14,9 @@ from xml.etree import ElementTree as ET
 import pytest
 from test_cli import ROLLOUT, speccheck
 
-from speccheck.config import package_dir
+from speccheck.config import Rollout, load_rollout, package_dir
+from speccheck.eligibility import load_eligibility, policy_version
+from speccheck.launch import count_prompt_tokens
 from speccheck.store import Store
 
 pytestmark = pytest.mark.slow
@@ -35,12 +37,27 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     return folder, told
 
 
+POLICY = """\
+rules:
+  - {name: sampled, when: {temperature: {above: 0}}, use: target_only, reason: not looked at}
+  - {name: long, when: {prompt_tokens: {at_least: LONG}}, use: target_only, reason: too long}
+  - {name: the rest, use: speculate}
+"""
+"""Keeps the sampled half of replay off, and the longest prompt in every stage."""
+
+
 def write_rollout(folder: Path) -> None:
-    (folder / "rollout.yaml").write_text(ROLLOUT, encoding="utf-8")
+    (folder / "rollout.yaml").write_text(
+        f"{ROLLOUT}eligibility: eligibility.yaml\n", encoding="utf-8"
+    )
     lines = (package_dir("corpora") / "support.jsonl").read_text(encoding="utf-8").splitlines()
     tools = (package_dir("corpora") / "tool_text.jsonl").read_text(encoding="utf-8").splitlines()
     text = "\n".join(lines[:6] + tools[:4]) + "\n"
     (folder / "corpus.jsonl").write_text(text, encoding="utf-8")
+    chats = {line: json.loads(line)["messages"] for line in lines[:6]}
+    longest = max(count_prompt_tokens(load_rollout(folder / "rollout.yaml"), chats).values())
+    policy = POLICY.replace("LONG", str(longest))
+    (folder / "eligibility.yaml").write_text(policy, encoding="utf-8")
 
 
 def test_all_four_stages_ran(finished: tuple[Path, dict]) -> None:
@@ -95,6 +112,30 @@ def test_speculation_really_happened(finished: tuple[Path, dict]) -> None:
     assert sum(r.accepted_tokens or 0 for r in spec) > 0
     assert {r.counts_source for r in spec} == {"engine"}
     assert all(not r.proposed_tokens for r in receipts if r.arm == "target_only")
+
+
+def test_the_policy_decides_who_speculates(finished: tuple[Path, dict]) -> None:
+    """What it keeps off goes to target-only with the reason, and is asked on both in replay."""
+    folder, told = finished
+    with Store.read(folder / "speccheck-run" / "receipts.duckdb") as store:
+        receipts = store.receipts(told["run_id"], warm_up=False, route="support")
+        plain = store.run(told["run_id"]).config["rollout"]
+    policy = load_eligibility(folder / "eligibility.yaml")
+    longest = policy.rules[1].when.prompt_tokens.at_least
+    assert {r.policy_version for r in receipts} == {
+        policy_version(Rollout.model_validate(plain), policy)
+    }
+    for r in receipts:
+        long = r.prompt_tokens >= longest
+        assert r.kept_off == (long or r.temperature > 0), r
+        if r.kept_off and r.stage in ("shadow", "canary"):
+            assert (r.arm, r.decision) == ("target_only", "target_only")
+            assert r.decision_reason == "eligibility policy: rule 'long': too long"
+    kept = {(r.stage, r.arm) for r in receipts if r.kept_off}
+    assert kept >= {("replay", "speculative"), ("replay", "target_only"), ("shadow", "target_only")}
+    replayed = told["decisions"][0]["scope"]
+    assert "the eligibility policy keeps" in replayed
+    assert "rule 'long': too long" in replayed
 
 
 def test_the_same_command_again_sends_nothing(finished: tuple[Path, dict]) -> None:

@@ -147,7 +147,8 @@ def test_refused_cohorts_stay_on_target_only(rng):
 def test_quality_overrules_speed(rng):
     """One confirmed regression keeps a fast cohort on target-only."""
     receipts = pairs(rng, 60, speculative_ms=5)
-    found = rows(receipts, rng, quality={"p1": "regression", "p2": "agree"}).rows[0]
+    quality = {"greedy": {"p1": "regression", "p2": "agree"}, "sampled": {"p3": "regression"}}
+    found = rows(receipts, rng, quality=quality).rows[0]
     assert found.verdict == "target_only"
     assert "1 of 2 prompts fail" in found.why
 

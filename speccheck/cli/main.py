@@ -109,7 +109,7 @@ def cli() -> None:
 @click.argument("folder", type=PATH, default=".")
 @click.option("--force", is_flag=True, help="Overwrite files that exist.")
 def init(folder: Path, force: bool) -> None:  # noqa: FBT001 (click passes a flag)
-    """Write a commented rollout.yaml and guardrails.yaml into FOLDER.
+    """Write a commented rollout.yaml and its rules into FOLDER.
 
     \b
     Example:
