@@ -27,6 +27,13 @@ from speccheck.engine.worker import EngineThread
 
 CHAIN = "abéc€d😀e"
 DEADLINE_S = 60
+
+
+def schema_format(schema):
+    """`response_format` of a JSON schema."""
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
 CHAT = [{"role": "user", "content": "hi"}]
 
 
@@ -243,6 +250,8 @@ def test_a_stream_is_the_whole_answer_in_pieces(chain, path, n):
         "length"
     ]
     assert last["choices"] == []
+    cached = last["usage"].pop("prompt_tokens_details")["cached_tokens"]
+    assert cached >= whole["usage"].pop("prompt_tokens_details")["cached_tokens"]
     assert last["usage"] == whole["usage"]
     assert whole["usage"]["completion_tokens"] == n
     counts = [event["usage"]["completion_tokens"] for event in events]
@@ -381,6 +390,122 @@ def test_logprobs_in_both_shapes(random_server):
     assert len(full["choices"][0]["logprobs"]["top_logprobs"][0]) == 300
 
 
+# -- several choices, structure, tools, cached prompts --------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_n_choices_are_n_requests_with_seeds_counted_up(random_server, path):
+    """Choice i is the answer to seed + i; whole and streamed agree; usage counts all of them."""
+    body = {"prompt": "x"} if path == "/v1/completions" else {"messages": CHAT}
+    body |= {"temperature": 1.0, "max_tokens": 12, "return_token_ids": True}
+    alone = [
+        random_server.ask(path, **body, seed=5 + i)["choices"][0]["token_ids"] for i in range(3)
+    ]
+    whole = random_server.ask(path, **body, seed=5, n=3, logprobs=path != "/v1/completions")
+    assert [choice["index"] for choice in whole["choices"]] == [0, 1, 2]
+    assert [choice["token_ids"] for choice in whole["choices"]] == alone
+    assert len({tuple(ids) for ids in alone}) > 1
+    assert whole["usage"]["completion_tokens"] == sum(map(len, alone))
+    assert whole["metrics"] is None
+    *events, last = random_server.stream(
+        path, **body, seed=5, n=3, stream_options={"include_usage": True}
+    )
+    streamed = [[], [], []]
+    ends = []
+    for event in events:
+        (choice,) = event["choices"]
+        streamed[choice["index"]] += choice.get("token_ids", [])
+        ends += [choice["index"]] * (choice["finish_reason"] is not None)
+    assert streamed == alone
+    assert sorted(ends) == [0, 1, 2]
+    assert last["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    assert last["metrics"] is None
+
+
+def test_a_structured_answer_is_valid_whatever_the_model_says(chain, random_server):
+    """A chain that never says JSON, and random weights at temperature 1, meet the schema."""
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "kind": {"enum": ["a", "bc"]}},
+        "required": ["ok", "kind"],
+    }
+    for server, seed in ((chain, 0), (random_server, 1), (random_server, 2)):
+        body = {"messages": CHAT, "seed": seed, "max_tokens": 60, "ignore_eos": True}
+        answer = server.ask("/v1/chat/completions", **body, response_format=schema_format(schema))
+        choice = answer["choices"][0]
+        assert choice["finish_reason"] == "stop"
+        value = json.loads(choice["message"]["content"])
+        assert value.keys() == {"ok", "kind"}
+        assert value["kind"] in ("a", "bc")
+
+
+def test_a_named_function_is_called_with_valid_arguments(chain):
+    """Pieces of a streamed call join to the whole one; its name comes once."""
+    schema = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"]}
+    tool = {"type": "function", "function": {"name": "book", "parameters": schema}}
+    body = {"messages": CHAT, "temperature": 0, "max_tokens": 60, "tools": [tool]}
+    body["tool_choice"] = {"type": "function", "function": {"name": "book"}}
+    choice = chain.ask("/v1/chat/completions", **body)["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert choice["message"]["content"] is None
+    assert (call["type"], call["function"]["name"]) == ("function", "book")
+    assert json.loads(call["function"]["arguments"])["n"] in (1, 22)
+    pieces = [
+        piece
+        for event in chain.stream("/v1/chat/completions", **body)
+        for piece in event["choices"][0]["delta"].get("tool_calls", [])
+    ]
+    assert [p["function"].get("name") for p in pieces] == ["book"] + [None] * (len(pieces) - 1)
+    joined = "".join(piece["function"]["arguments"] for piece in pieces)
+    assert joined == call["function"]["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("tool_choice", "words"),
+    [
+        ("required", "tool_choice 'required' is not supported"),
+        ({"type": "function", "function": {"name": "other"}}, "does not match any"),
+        ({"type": "function"}, "does not match any"),
+    ],
+)
+def test_tool_choices_that_cannot_be_honoured_are_refused(target_only, tool_choice, words):
+    """Status 400 with the field; none and auto are text with the tools in the template."""
+    tool = {"type": "function", "function": {"name": "book"}}
+    body = {"messages": CHAT, "max_tokens": 4, "temperature": 0, "tools": [tool]}
+    status, answer = target_only.call("/v1/chat/completions", body | {"tool_choice": tool_choice})
+    assert (status, answer["error"]["param"]) == (400, "tool_choice")
+    assert words in answer["error"]["message"]
+    texts = {
+        target_only.ask("/v1/chat/completions", **body, **choice)["choices"][0]["message"][
+            "content"
+        ]
+        for choice in ({}, {"tool_choice": "none"}, {"tool_choice": "auto"})
+    }
+    assert texts == {"abé"}
+    status, answer = target_only.call(
+        "/v1/chat/completions", {"messages": CHAT, "tool_choice": "auto"}
+    )
+    assert "`tools` must be set" in answer["error"]["message"]
+
+
+def test_cached_prompt_tokens_are_counted_per_salt(random_server):
+    """Usage and counters say what was found; another salt and a reset find nothing."""
+
+    def cached(salt):
+        answer = random_server.ask(
+            "/v1/completions", prompt="q" * 50, cache_salt=salt, max_tokens=1
+        )
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    before = random_server.metrics()
+    assert [cached("s"), cached("s"), cached("t")] == [0, 48, 0]
+    after = random_server.metrics()
+    hits = ("vllm:prefix_cache_hits_total",)
+    assert after[hits] - before[hits] == 48
+    assert random_server.call("/reset_prefix_cache", {})[0] == 200
+    assert cached("s") == 0
+
+
 # -- speculation ----------------------------------------------------------------------------------
 
 
@@ -484,7 +609,9 @@ def test_many_clients_get_their_own_answers(random_server):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"n": 2}, "n must be 1"),
+        ({"n": 2, "temperature": 0}, "n must be 1 when using greedy sampling, got 2"),
+        ({"n": 0}, "n must be in 1..128"),
+        ({"cache_salt": ""}, "cache_salt"),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_k": -2}, "top_k"),
@@ -504,7 +631,13 @@ def test_many_clients_get_their_own_answers(random_server):
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"logit_bias": {"9999": 1}}, "logit_bias"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "grammar"}}, "response_format: type 'grammar'"),
+        ({"response_format": {"type": "json_schema"}}, "json_schema.schema is missing"),
+        (
+            {"response_format": schema_format({"type": "string", "pattern": "a"})},
+            "keyword 'pattern' is not supported",
+        ),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 3}, "min_tokens"),
         ({"bad_words": ["x"]}, "bad_words is not supported"),
         ({"temperature": "hot"}, "temperature"),
         ({"speculation": "maybe"}, "speculation"),
@@ -664,7 +797,7 @@ def test_the_openai_client_works(random_server):
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage.total_tokens == whole.usage.total_tokens
     metrics = chunks[-1].model_extra["metrics"]
     assert metrics["speculative_decoding"]["num_draft_tokens"] == 0
     completion = client.completions.create(model="m", prompt="x", max_tokens=3, logprobs=1, seed=1)

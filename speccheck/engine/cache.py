@@ -49,6 +49,11 @@ class KVCache:
         """Store `block` (2*layers, kv_heads, n, head_size) at tokens position..position+n."""
         self.data[:, row, :, position : position + block.shape[2]] = block
 
+    def row(self, row: int) -> Floats:
+        """Keys and values of one row, (2*layers, kv_heads, capacity, head_size); not a copy."""
+        view: Floats = self.data[:, row]
+        return view
+
     def move(self, source: int, target: int) -> None:
         """Copy row `source` over row `target`."""
         self.data[:, target] = self.data[:, source]

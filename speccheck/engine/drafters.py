@@ -14,7 +14,9 @@ from typing import Protocol
 import numpy as np
 
 from speccheck.engine.cache import KVCache
+from speccheck.engine.llama import Floats
 from speccheck.engine.model import Model
+from speccheck.engine.prefix import Block
 from speccheck.engine.sampling import Probs, softmax
 from speccheck.engine.sequence import Sequence
 from speccheck.verifier import Stream, inverse_cdf, uniform
@@ -39,6 +41,12 @@ class Drafter(Protocol):
 
     def propose(self, sequences: Seq[Sequence], wanted: Seq[int]) -> list[Draft]:
         """Up to wanted[i] tokens for the sequence in row i."""
+
+    def kept(self, row: int) -> Floats | None:
+        """Its own keys and values of a row whose prompt is read, for the prefix cache; or None."""
+
+    def restore(self, row: int, position: int, block: Block) -> None:
+        """Take tokens from `position` on from the prefix cache instead of seeing them."""
 
     def move(self, source: int, target: int) -> None:
         """A sequence changes rows."""
@@ -114,6 +122,15 @@ class ModelDrafter:
             chosen[i] = (inverse_cdf(row, u), row)
         return chosen
 
+    def kept(self, row: int) -> Floats | None:
+        """See `Drafter`."""
+        return self._cache.row(row)
+
+    def restore(self, row: int, position: int, block: Block) -> None:
+        """See `Drafter`."""
+        if block.draft is not None:
+            self._cache.write(row, position, block.draft)
+
     def move(self, source: int, target: int) -> None:
         """See `Drafter`."""
         self._cache.move(source, target)
@@ -152,6 +169,13 @@ class NgramDrafter:
             else NO_DRAFT
             for sequence, k in zip(sequences, wanted, strict=True)
         ]
+
+    def kept(self, row: int) -> Floats | None:  # noqa: ARG002
+        """None: nothing is kept by row."""
+        return None
+
+    def restore(self, row: int, position: int, block: Block) -> None:
+        """Nothing to do: nothing is kept by row."""
 
     def move(self, source: int, target: int) -> None:
         """Nothing to do: nothing is kept by row."""

@@ -22,6 +22,7 @@ from speccheck.engine.drafters import NO_DRAFT, Draft, Drafter, ModelDrafter, Ng
 from speccheck.engine.llama import Floats
 from speccheck.engine.metrics import EngineMetrics
 from speccheck.engine.model import Model
+from speccheck.engine.prefix import BLOCK_TOKENS, Block, PrefixCache
 from speccheck.engine.sampling import adjust, softmax, token_logprobs, truncate
 from speccheck.engine.scheduler import PrefillChunk, Scheduler
 from speccheck.engine.sequence import Output, Request, RequestStats, Sequence
@@ -93,6 +94,7 @@ class Engine:
         self.verifier = verifier or ALGORITHMS[_algorithm(spec)]
         self.metrics = EngineMetrics(None if spec is None else self.k, self.max_model_len)
         self._cache = KVCache(config, n_rows)
+        self._prefixes = PrefixCache() if settings.enable_prefix_caching else None
         self._eos = frozenset(config.eos_ids)
         self._scheduler: Scheduler[Sequence] = Scheduler(
             settings.max_num_seqs, self._move_row, chunk_tokens=settings.max_num_batched_tokens
@@ -156,13 +158,17 @@ class Engine:
         """Advance every running request once. Empty when nothing is in flight."""
         scheduler = self._scheduler
         now = self.clock()
+        cached: list[tuple[Sequence, list[Block]]] = []
         for sequence in scheduler.admit():
             sequence.stats.scheduled_s = now
+            cached.append((sequence, self._find_prefix(sequence)))
         chunks = scheduler.prefill_chunks()
         outputs: list[Output] = []
         n_tokens = sum(chunk.n_tokens for chunk in chunks)
         decoding = scheduler.decoding
         self._fit(decoding, chunks)
+        for sequence, blocks in cached:
+            self._restore(sequence, blocks)
         if decoding:
             outputs += self._decode(decoding)
             n_tokens += sum(len(output.token_ids) for output in outputs)
@@ -219,12 +225,57 @@ class Engine:
         sequence.n_prefilled += len(tokens)
         if sequence.n_prefilled < sequence.n_prompt:
             return None
+        self._keep_prefix(sequence)
         self._scheduler.start_decoding(sequence)
         row = logits[-1:]
         output = self._commit(sequence, self._verify([sequence], [NO_DRAFT], row)[0], NO_DRAFT, row)
         if n_top is not None:
             output.prompt_logprobs = sequence.prompt_logprobs
         return output
+
+    def _find_prefix(self, sequence: Sequence) -> list[Block]:
+        """Blocks of the prompt that need not be read; counted as read already."""
+        request = sequence.request
+        # As in vLLM, scoring a prompt reads it whole: its own log-probabilities are wanted.
+        if self._prefixes is None or request.params.prompt_logprobs is not None:
+            return []
+        blocks = self._prefixes.find(
+            request.cache_salt, request.prompt, drafts=self._keeps_keys(sequence)
+        )
+        n = len(blocks) * BLOCK_TOKENS
+        sequence.n_prefilled = sequence.stats.n_cached = n
+        self.metrics.n_prompt_tokens += n
+        self.metrics.n_prefix_queries += sequence.n_prompt
+        self.metrics.n_prefix_hits += n
+        return blocks
+
+    def _restore(self, sequence: Sequence, blocks: Seq[Block]) -> None:
+        """Copy what was found into the row of a sequence that was just admitted."""
+        for i, block in enumerate(blocks):
+            self._cache.write(sequence.row, i * BLOCK_TOKENS, block.target)
+            if self._drafter is not None and sequence.k:
+                self._drafter.restore(sequence.row, i * BLOCK_TOKENS, block)
+
+    def _keep_prefix(self, sequence: Sequence) -> None:
+        """Put a prompt that was just read into the prefix cache."""
+        if self._prefixes is None:
+            return
+        draft = None
+        if self._drafter is not None and self._keeps_keys(sequence):
+            draft = self._drafter.kept(sequence.row)
+        request = sequence.request
+        self._prefixes.keep(
+            request.cache_salt, request.prompt, self._cache.row(sequence.row), draft
+        )
+
+    def _keeps_keys(self, sequence: Sequence) -> bool:
+        """Whether a draft model has to know the prompt of this sequence too."""
+        return isinstance(self._drafter, ModelDrafter) and sequence.k > 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all prompts that were read; requests in flight keep what they have."""
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def _decode(self, sequences: list[Sequence]) -> list[Output]:
         """Draft, score all drafts in one target pass, verify, commit."""
@@ -249,7 +300,8 @@ class Engine:
         if self._drafter is not None:
             wanted = [sequence.draft_budget(self.max_model_len) for sequence in sequences]
             if any(wanted):
-                return self._drafter.propose(sequences, wanted)
+                drafts = self._drafter.propose(sequences, wanted)
+                return [_fitting(s, draft) for s, draft in zip(sequences, drafts, strict=True)]
         return [NO_DRAFT] * len(sequences)
 
     def _verify(
@@ -266,6 +318,7 @@ class Engine:
             params = sequence.request.params
             rows = None
             if self._needs_adjusting(sequence):
+                matcher = sequence.matcher
                 rows = adjust(
                     logits[start:end],
                     params,
@@ -273,6 +326,7 @@ class Engine:
                     draft.tokens,
                     n_output=sequence.n_output,
                     stop_ids=[*params.stop_token_ids, *self._eos],
+                    masks=None if matcher is None else matcher.masks(draft.tokens),
                 )
             if not params.greedy:
                 drawn.append(i)
@@ -313,6 +367,7 @@ class Engine:
         params = sequence.request.params
         return bool(
             sequence.history is not None
+            or sequence.matcher is not None
             or params.logit_bias
             or sequence.n_output < params.min_tokens
         )
@@ -373,6 +428,23 @@ class Engine:
         self.metrics.n_waiting = self._scheduler.n_waiting
         room = self.settings.max_num_seqs * self.max_model_len
         self.metrics.cache_usage = sum(s.n_prefilled + s.n_output for s in rows) / room
+
+
+def _fitting(sequence: Sequence, draft: Draft) -> Draft:
+    """A draft cut to what the sequence's grammar allows.
+
+    A draft without chance is cut before its first invalid token, as in vLLM: p is 0 there, so the
+    residual is p itself and nothing is lost. A drawn one is cut *after* it: the token must be
+    tested and rejected, because drawing from p instead of the residual where an invalid token
+    happened to be drawn would bend the law (W39 of the wrong shortcuts).
+    """
+    if sequence.matcher is None or not draft.tokens:
+        return draft
+    n = sequence.matcher.valid_prefix(draft.tokens)
+    if draft.rows is not None:
+        n = min(n + 1, len(draft.tokens))
+        return Draft(draft.tokens[:n], draft.rows[:n])
+    return Draft(draft.tokens[:n])
 
 
 def _algorithm(spec: SpeculativeSettings | None) -> str:

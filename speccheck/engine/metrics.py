@@ -67,6 +67,8 @@ class EngineMetrics:
         self.n_waiting = 0
         self.cache_usage = 0.0
         self.n_prompt_tokens = 0
+        self.n_prefix_queries = 0
+        self.n_prefix_hits = 0
         self.n_generation_tokens = 0
         self.finished: Counter[str] = Counter()
         self.n_rejected = 0
@@ -149,7 +151,9 @@ class Collector:
         yield gauge("num_requests_waiting", "Requests waiting for a row.", m.n_waiting)
         yield gauge("kv_cache_usage_perc", "Share of cache tokens in use, 0 to 1.", m.cache_usage)
         yield counter("num_preemptions", "Preemptions; this engine makes none.", 0)
-        yield counter("prompt_tokens", "Prompt tokens processed.", m.n_prompt_tokens)
+        yield counter("prompt_tokens", "Prompt tokens, cached or read.", m.n_prompt_tokens)
+        yield counter("prefix_cache_queries", "Prompt tokens looked up.", m.n_prefix_queries)
+        yield counter("prefix_cache_hits", "Prompt tokens found.", m.n_prefix_hits)
         yield counter("generation_tokens", "Tokens generated.", m.n_generation_tokens)
         family = CounterMetricFamily(
             "vllm:request_success", "Requests ended, by reason.", labels=[*names, "finished_reason"]

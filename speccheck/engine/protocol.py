@@ -10,6 +10,7 @@ at most the server's). vLLM has no such switch; there they are unknown fields.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from speccheck.engine.grammar import Expression, compile_format, compile_schema
 from speccheck.engine.sampling import SamplingParams, TokenLogprobs
 from speccheck.engine.sequence import Output
 from speccheck.engine.text import Tokenizer
+from speccheck.errors import UsageError
 
 T = TypeVar("T", bound=BaseModel)
 _TYPES = {
@@ -35,6 +38,7 @@ _UNSUPPORTED = (
     "logprob_token_ids", "truncate_prompt_tokens", "prompt_embeds", "repetition_detection",
     "thinking_token_budget",
 )  # fmt: skip
+MOST_CHOICES = 128
 SPECULATION_REFUSAL = (  # vLLM's words, which clients and our rules match on
     "The min_p and logit_bias sampling parameters are not yet supported with speculative decoding."
 )
@@ -94,6 +98,7 @@ class GenerationRequest(BaseModel):
     response_format: dict[str, Any] | None = None
     priority: int = 0
     request_id: str | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=128)
     speculation: Literal["on", "off"] | bool | None = None
     k: int | None = Field(None, ge=0)
 
@@ -143,6 +148,7 @@ class ChatRequest(GenerationRequest):
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
 
     def wanted_logprobs(self) -> int | None:
         """See the base class."""
@@ -199,15 +205,10 @@ def sampling_params(request: GenerationRequest, n_prompt: int, limits: Limits) -
     for name in _UNSUPPORTED:
         if extra.get(name):
             raise ApiError(400, f"{name} is not supported by the embedded engine.", name)
-    if request.response_format and request.response_format.get("type", "text") != "text":
+    if isinstance(request, ChatRequest) and request.top_logprobs and not request.logprobs:
         raise ApiError(
-            400,
-            "response_format: structured output is not supported by the embedded engine; "
-            "only type 'text' is.",
-            "response_format",
+            400, "when using `top_logprobs`, `logprobs` must be set to true.", "top_logprobs"
         )
-    if request.n not in (None, 1):
-        raise ApiError(400, f"n must be 1 on the embedded engine, got {request.n}.", "n")
     if request.stream_options and not request.stream:
         raise ApiError(
             400, "Stream options can only be defined when `stream=True`.", "stream_options"
@@ -253,6 +254,11 @@ def sampling_params(request: GenerationRequest, n_prompt: int, limits: Limits) -
                 400, f"{name}: ids must be in 0..{limits.vocab_size - 1}, got {tokens}.", name
             )
     greedy = temperature < 1e-5
+    n_choices = 1 if request.n is None else request.n
+    if not 1 <= n_choices <= MOST_CHOICES:
+        raise ApiError(400, f"n must be in 1..{MOST_CHOICES}, got {n_choices}.", "n")
+    if n_choices > 1 and greedy:
+        raise ApiError(400, f"n must be 1 when using greedy sampling, got {n_choices}.", "n")
     return SamplingParams(
         temperature=temperature,
         top_p=1.0 if greedy else top_p,
@@ -276,6 +282,67 @@ def sampling_params(request: GenerationRequest, n_prompt: int, limits: Limits) -
         logprobs=_alternatives(request.wanted_logprobs(), "sample logprobs", limits),
         prompt_logprobs=_alternatives(request.prompt_logprobs, "prompt logprobs", limits),
     )
+
+
+def chosen_tool(request: GenerationRequest) -> dict[str, Any] | None:
+    """The one function that the answer must call; None for text.
+
+    tool_choice "none" and "auto" hand the tools to the chat template and leave the answer text.
+    Raises ApiError 400 for other choices that this engine cannot honour.
+    """
+    if not isinstance(request, ChatRequest) or request.tool_choice in (None, "none"):
+        return None
+    choice = request.tool_choice
+    if not request.tools:
+        raise ApiError(400, "When using `tool_choice`, `tools` must be set.", "tool_choice")
+    if choice == "auto":
+        return None
+    if isinstance(choice, str):
+        raise ApiError(
+            400,
+            f"tool_choice {choice!r} is not supported by the embedded engine; known are none, "
+            "auto and a named function.",
+            "tool_choice",
+        )
+    name = (choice.get("function") or {}).get("name")
+    for tool in request.tools:
+        function: dict[str, Any] = tool.get("function") or {}
+        if isinstance(name, str) and function.get("name") == name:
+            return function
+    raise ApiError(
+        400,
+        "The tool specified in `tool_choice` does not match any of the specified `tools`.",
+        "tool_choice",
+    )
+
+
+def structure(request: GenerationRequest) -> tuple[str, Expression] | None:
+    """The language that the answer must be in, with a text that identifies it; None for any text.
+
+    From `response_format`, or the parameters of the function that must be called. Raises ApiError
+    400, naming the part, for what the engine's grammar does not cover.
+    """
+    tool = chosen_tool(request)
+    wanted = request.response_format or {"type": "text"}
+    try:
+        expression = compile_format(wanted)
+        if tool is not None:
+            if expression is not None:
+                raise ApiError(
+                    400, "tool_choice and response_format exclude each other.", "tool_choice"
+                )
+            wanted = tool.get("parameters") or {"type": "object"}
+            expression = compile_schema(wanted, f"tools.{tool['name']}.parameters")
+    except UsageError as error:
+        name = "response_format" if tool is None else "tools"
+        raise ApiError(400, f"{error}.", name) from None
+    if expression is None:
+        return None
+    if request.min_tokens:
+        raise ApiError(
+            400, "min_tokens is not supported together with structured output.", "min_tokens"
+        )
+    return json.dumps(wanted), expression  # keys unsorted: they give the order of properties
 
 
 def proposal_length(request: GenerationRequest, limits: Limits) -> int | None:
@@ -362,6 +429,16 @@ def normal_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     return normal
 
 
+@dataclass
+class _Progress:
+    """How far one choice of an answer is."""
+
+    n_tokens: int = 0
+    offset: int = 0
+    """Characters of token names so far, for `text_offset`."""
+    started: bool = False
+
+
 class AnswerWriter:
     """Builds the JSON of one answer, whole or in chunks, from the engine's outputs."""
 
@@ -389,78 +466,100 @@ class AnswerWriter:
         }
         self._fingerprint = fingerprint
         self._k = k
-        self._n_completion = 0
-        self._offset = 0
-        self._started = False
+        tool = chosen_tool(request)
+        self._tool = None if tool is None else str(tool["name"])
+        self._choices = [_Progress() for _ in range(request.n or 1)]
 
-    def whole(self, output: Output) -> dict[str, Any]:
-        """The body of an answer that is not streamed; `output` is everything at once."""
-        self._n_completion = len(output.token_ids)
+    def whole(self, outputs: Sequence[Output]) -> dict[str, Any]:
+        """The body of an answer that is not streamed; one output, everything at once, a choice."""
         request = self._request
-        choice: dict[str, Any] = {"index": 0}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": output.text}
-        else:
-            choice["text"] = output.text
-        choice |= self._ending(output)
-        body: dict[str, Any] = {**self._head, "choices": [choice], "usage": self._usage()}
         extras: dict[str, Any] = {}
         if request.return_token_ids:
-            choice["token_ids"] = output.token_ids
             extras["prompt_token_ids"] = self._prompt
         if request.prompt_logprobs is not None:
-            extras["prompt_logprobs"] = self._prompt_logprobs(output.prompt_logprobs or [])
-        (body if self._chat else choice).update(extras)
+            extras["prompt_logprobs"] = self._prompt_logprobs(outputs[0].prompt_logprobs or [])
+        choices = []
+        for index, output in enumerate(outputs):
+            self._choices[index].n_tokens = len(output.token_ids)
+            choice: dict[str, Any] = {"index": index}
+            if self._chat:
+                choice["message"] = {"role": "assistant", **self._content(output.text, index)}
+            else:
+                choice["text"] = output.text
+            choice |= self._ending(output, index)
+            if request.return_token_ids:
+                choice["token_ids"] = output.token_ids
+            choices.append(choice if self._chat else choice | extras)
+        body: dict[str, Any] = {**self._head, "choices": choices, "usage": self._usage(outputs[0])}
+        if self._chat:
+            body.update(extras)
         body["system_fingerprint"] = self._fingerprint
-        body["metrics"] = output.stats.as_metrics(self._k) if output.stats else None
+        body["metrics"] = self._metrics(outputs[0])
         return body
 
-    def chunks(self, output: Output) -> list[dict[str, Any]]:
-        """The stream's chunks for new output: before the first, chat sends its role."""
+    def chunks(self, output: Output, index: int = 0) -> list[dict[str, Any]]:
+        """The stream's chunks for new output of a choice: before its first, chat sends its role."""
         chunks = []
-        self._n_completion += len(output.token_ids)
-        first, self._started = not self._started, True
+        progress = self._choices[index]
+        progress.n_tokens += len(output.token_ids)
+        first, progress.started = not progress.started, True
         prompt = {"prompt_token_ids": self._prompt} if self._request.return_token_ids else {}
         if first and self._chat:
-            role: dict[str, Any] = {"index": 0, "delta": {"role": "assistant", "content": ""}}
+            role: dict[str, Any] = {"index": index, "delta": {"role": "assistant", "content": ""}}
             role |= {"logprobs": None, "finish_reason": None}
             chunks.append(self._chunk(role, n_completion=0) | prompt)
-        choice: dict[str, Any] = {"index": 0}
+        choice: dict[str, Any] = {"index": index}
         if self._chat:
-            choice["delta"] = {"content": output.text}
+            choice["delta"] = self._content(output.text, index, first=first)
         else:
             choice["text"] = output.text
-        choice |= self._ending(output)
+        choice |= self._ending(output, index)
         if self._request.return_token_ids:
             choice["token_ids"] = output.token_ids
             if first and not self._chat:
                 choice |= prompt
-        chunks.append(self._chunk(choice, n_completion=self._n_completion))
+        chunks.append(self._chunk(choice, n_completion=progress.n_tokens))
         return chunks
 
     def last_chunk(self, output: Output) -> dict[str, Any] | None:
-        """The chunk with usage and metrics, if it was asked for."""
+        """The chunk with usage and metrics, if it was asked for; `output` is a choice's last."""
         if not self._request.include_usage:
             return None
         return {
             **self._head,
             "object": "chat.completion.chunk" if self._chat else "text_completion",
             "choices": [],
-            "usage": self._usage(),
+            "usage": self._usage(output),
             "system_fingerprint": self._fingerprint,
-            "metrics": output.stats.as_metrics(self._k) if output.stats else None,
+            "metrics": self._metrics(output),
         }
+
+    def _content(self, text: str, index: int, *, first: bool = True) -> dict[str, Any]:
+        """Text as content, or as arguments of the call that was asked for; its name comes first."""
+        if self._tool is None:
+            return {"content": text}
+        call: dict[str, Any] = {"index": 0} if self._request.stream else {}
+        function = {"arguments": text}
+        if first:
+            call |= {"id": f"call-{self._head['id']}-{index}", "type": "function"}
+            function = {"name": self._tool, **function}
+        return {"content": None, "tool_calls": [call | {"function": function}]}
 
     def _chunk(self, choice: dict[str, Any], n_completion: int) -> dict[str, Any]:
         chunk: dict[str, Any] = {**self._head, "choices": [choice]}
         if self._chat:
             chunk["object"] = "chat.completion.chunk"
         if self._request.continuous_usage:
-            chunk["usage"] = self._usage(n_completion)
+            chunk["usage"] = self._counts(n_completion)
         return chunk
 
-    def _usage(self, n_completion: int | None = None) -> dict[str, Any]:
-        n_completion = self._n_completion if n_completion is None else n_completion
+    def _usage(self, output: Output) -> dict[str, Any]:
+        """All choices together, and how much of the prompt was cached."""
+        n_cached = output.stats.n_cached if output.stats else 0
+        details = {"prompt_tokens_details": {"cached_tokens": n_cached}}
+        return self._counts(sum(choice.n_tokens for choice in self._choices)) | details
+
+    def _counts(self, n_completion: int) -> dict[str, Any]:
         n_prompt = len(self._prompt)
         return {
             "prompt_tokens": n_prompt,
@@ -468,9 +567,16 @@ class AnswerWriter:
             "completion_tokens": n_completion,
         }
 
-    def _ending(self, output: Output) -> dict[str, Any]:
+    def _metrics(self, output: Output) -> dict[str, Any] | None:
+        """Per-request metrics; none for several choices, as in vLLM."""
+        if output.stats is None or len(self._choices) > 1:
+            return None
+        return output.stats.as_metrics(self._k)
+
+    def _ending(self, output: Output, index: int) -> dict[str, Any]:
+        logprobs = output.logprobs
         return {
-            "logprobs": None if output.logprobs is None else self._logprobs(output.logprobs),
+            "logprobs": None if logprobs is None else self._logprobs(logprobs, index),
             "finish_reason": output.finish_reason,
             "stop_reason": output.stop_reason,
         }
@@ -480,7 +586,7 @@ class AnswerWriter:
             return f"token_id:{token}"
         return self._tokenizer.token_text(token)
 
-    def _logprobs(self, tokens: list[TokenLogprobs]) -> dict[str, Any]:
+    def _logprobs(self, tokens: list[TokenLogprobs], index: int) -> dict[str, Any]:
         n_top = self._request.wanted_logprobs() or 0
         if self._chat:
             return {
@@ -492,9 +598,10 @@ class AnswerWriter:
             }
         names = [self._name(one.token) for one in tokens]
         offsets = []
+        progress = self._choices[index]
         for name in names:
-            offsets.append(self._offset)
-            self._offset += len(name)
+            offsets.append(progress.offset)
+            progress.offset += len(name)
         return {
             "text_offset": offsets,
             "token_logprobs": [one.logprob for one in tokens],

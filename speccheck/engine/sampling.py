@@ -1,8 +1,8 @@
 """From a row of logits to the distribution a token is drawn from, in vLLM's order of steps.
 
-Order: minimum length, logit bias, penalties, temperature, min-p, top-k, top-p. The same functions
-serve every row of a round: row i of a draft is processed as if the i drafted tokens before it had
-been committed, which is what makes verification against these rows right.
+Order: minimum length, logit bias, penalties, grammar, temperature, min-p, top-k, top-p. The same
+functions serve every row of a round: row i of a draft is processed as if the i drafted tokens
+before it had been committed, which is what makes verification against these rows right.
 
 Probabilities are float64: the verifier divides and subtracts them.
 """
@@ -81,11 +81,13 @@ def adjust(
     *,
     n_output: int,
     stop_ids: Sequence[int],
+    masks: Sequence[NDArray[np.bool_]] | None = None,
 ) -> Floats:
-    """Minimum length, logit bias and penalties on the (k+1, vocab) rows of one sequence.
+    """Minimum length, logit bias, penalties and masks on the (k+1, vocab) rows of one sequence.
 
     Row i follows `n_output` committed tokens and draft[:i]. `stop_ids` are masked while the answer
-    is shorter than `min_tokens`. Returns new rows; `history` is None where nothing is penalised.
+    is shorter than `min_tokens`. Returns new rows; `history` is None where nothing is penalised,
+    `masks` (True: allowed) where the answer has no grammar.
     """
     rows = rows.copy()
     for i in range(len(rows)):
@@ -106,6 +108,9 @@ def adjust(
             row[seen] *= scale[seen].astype(np.float32)
         row -= (params.frequency_penalty * counts).astype(np.float32)
         row -= (params.presence_penalty * (counts > 0)).astype(np.float32)
+    if masks is not None:
+        for row, mask in zip(rows, masks, strict=True):
+            row[~mask] = -np.inf
     return rows
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from speccheck.engine.grammar import Grammar, Matcher
 from speccheck.engine.sampling import History, SamplingParams, TokenLogprobs
 from speccheck.engine.text import Detokenizer, StopMatcher, Tokenizer
 
@@ -28,6 +29,10 @@ class Request:
     priority: int = 0
     k: int | None = None
     arrival_s: float = 0.0
+    grammar: Grammar | None = None
+    """What the answer must be, token by token; None for free text."""
+    cache_salt: str = ""
+    """Requests find each other's prompts in the prefix cache only under the same salt."""
 
 
 @dataclass
@@ -36,6 +41,8 @@ class RequestStats:
 
     n_prompt: int
     arrival_s: float
+    n_cached: int = 0
+    """Prompt tokens whose keys were found in the prefix cache."""
     scheduled_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
@@ -118,6 +125,7 @@ class Sequence:
         """Tokens whose keys the draft model's cache holds and that are still right."""
         self.stats = RequestStats(self.n_prompt, request.arrival_s)
         self.history = History(vocab_size, request.prompt) if params.penalised else None
+        self.matcher = None if request.grammar is None else Matcher(request.grammar)
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
@@ -181,6 +189,8 @@ class Sequence:
             pieces.append(self._end_of_text())
         if self.history is not None:
             self.history.commit(kept)
+        if self.matcher is not None:
+            self.matcher.advance(kept)
         self.stats.n_output = self.n_output
         return Output(
             self.request.request_id,
@@ -197,8 +207,8 @@ class Sequence:
             return False
         if token in params.stop_token_ids:
             self.stop_reason = token
-        elif params.ignore_eos or token not in eos_ids:
-            return False
+        elif token not in eos_ids or (params.ignore_eos and self.matcher is None):
+            return False  # after the end of a grammar nothing can follow
         self.finish_reason = "stop"
         return True
 

@@ -22,7 +22,9 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from starlette.applications import Starlette
@@ -33,6 +35,7 @@ from starlette.routing import Route
 
 from speccheck import __version__
 from speccheck.engine.engine import Engine
+from speccheck.engine.grammar import Grammar, Vocabulary
 from speccheck.engine.metrics import exposition
 from speccheck.engine.protocol import (
     AnswerWriter,
@@ -47,6 +50,7 @@ from speccheck.engine.protocol import (
     parse,
     proposal_length,
     sampling_params,
+    structure,
 )
 from speccheck.engine.sequence import Output
 from speccheck.engine.sequence import Request as EngineRequest
@@ -54,6 +58,7 @@ from speccheck.engine.settings import EngineSettings
 from speccheck.engine.worker import EngineThread
 from speccheck.errors import EngineError, SpeccheckError, UsageError
 
+_MOST_GRAMMARS = 64
 _MAX_BODY = 4 << 20  # bytes; far above any prompt that fits the model
 _PARENT_POLL_S = 0.5
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -116,6 +121,8 @@ class Server:
         self._thread = EngineThread(self.engine, self._deliver)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._mailboxes: dict[str, Mailbox] = {}
+        self._vocabulary: Vocabulary | None = None
+        self._grammars: dict[str, Grammar] = {}
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", self.completions, methods=["POST"]),
@@ -128,6 +135,7 @@ class Server:
                 Route("/version", self.version),
                 Route("/server_info", self.server_info),
                 Route("/metrics", self.metrics),
+                Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
             ],
             exception_handlers={
                 ApiError: _api_error,
@@ -158,7 +166,7 @@ class Server:
             if mailbox is not None:
                 mailbox.put(output)
 
-    async def _outputs(self, request: EngineRequest) -> AsyncIterator[Output]:
+    async def _outputs(self, request: EngineRequest) -> AsyncGenerator[Output, None]:
         """Run a request; whoever stops iterating early cancels it."""
         mailbox = self._mailboxes[request.request_id] = Mailbox()
         self._thread.submit(request)
@@ -174,6 +182,34 @@ class Server:
             del self._mailboxes[request.request_id]
             if not finished:
                 self._thread.abort(request.request_id)
+
+    async def _all_outputs(
+        self, jobs: Sequence[EngineRequest]
+    ) -> AsyncGenerator[tuple[int, Output], None]:
+        """Outputs of the choices of one answer as they come, with the choice's index."""
+        arrived: asyncio.Queue[tuple[int, Output] | ApiError] = asyncio.Queue()
+
+        async def follow(index: int, job: EngineRequest) -> None:
+            try:
+                async with aclosing(self._outputs(job)) as outputs:
+                    async for output in outputs:
+                        arrived.put_nowait((index, output))
+            except ApiError as error:
+                arrived.put_nowait(error)
+
+        tasks = [asyncio.create_task(follow(i, job)) for i, job in enumerate(jobs)]
+        try:
+            unfinished = len(jobs)
+            while unfinished:
+                item = await arrived.get()
+                if isinstance(item, ApiError):
+                    raise item
+                unfinished -= item[1].finish_reason is not None
+                yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     # -- generation -------------------------------------------------------------------------------
 
@@ -253,15 +289,18 @@ class Server:
             )
         params = sampling_params(request, len(ids), self.limits)
         k = proposal_length(request, self.limits)
+        grammar = self._grammar(request)
+        n = request.n or 1
         limit = self.settings.max_num_queued_reqs
-        if limit is not None and len(self._mailboxes) >= limit:
+        if limit is not None and len(self._mailboxes) + n > limit:
             self.engine.metrics.n_rejected += 1
             raise ApiError(
                 503, f"The server has {len(self._mailboxes)} requests in flight, its limit."
             )
         asked = http.headers.get("X-Request-Id") or request.request_id or uuid.uuid4().hex
         request_id = f"{kind}-{asked}"
-        if request_id in self._mailboxes:
+        names = [request_id] if n == 1 else [f"{request_id}-{i}" for i in range(n)]
+        if not self._mailboxes.keys().isdisjoint(names):
             raise ApiError(400, f"request_id {asked!r} is in use.", "request_id")
         priority = request.priority
         header = http.headers.get("X-Vllm-Priority")
@@ -271,8 +310,24 @@ class Server:
             except ValueError:
                 raise ApiError(400, "X-Vllm-Priority: an integer is wanted.") from None
         job = EngineRequest(
-            request_id, tuple(ids), params, priority, k, arrival_s=self.engine.clock()
+            request_id,
+            tuple(ids),
+            params,
+            priority,
+            k,
+            arrival_s=self.engine.clock(),
+            grammar=grammar,
+            cache_salt=request.cache_salt or "",
         )
+        jobs = [
+            # As in vLLM: each choice has a seed of its own, counted up from the request's.
+            replace(
+                job,
+                request_id=name,
+                params=replace(params, seed=None if params.seed is None else params.seed + i),
+            )
+            for i, name in enumerate(names)
+        ]
         writer = AnswerWriter(
             request,
             ids,
@@ -284,33 +339,57 @@ class Server:
             k=self.limits.k,
         )
         if request.stream:
-            return StreamingResponse(self._events(job, writer), media_type="text/event-stream")
-        return await _unless_disconnected(http, self._whole(job, writer))
+            return StreamingResponse(self._events(jobs, writer), media_type="text/event-stream")
+        return await _unless_disconnected(http, self._whole(jobs, writer))
 
-    async def _whole(self, job: EngineRequest, writer: AnswerWriter) -> Response:
-        total: Output | None = None
-        async for output in self._outputs(job):
-            total = output if total is None else merged(total, output)
-        if total is None:
-            raise AssertionError("the engine ended a request without output")
-        return _reply(writer.whole(total))
+    async def _whole(self, jobs: Sequence[EngineRequest], writer: AnswerWriter) -> Response:
+        totals: dict[int, Output] = {}
+        async with aclosing(self._all_outputs(jobs)) as outputs:
+            async for index, output in outputs:
+                before = totals.get(index)
+                totals[index] = output if before is None else merged(before, output)
+        return _reply(writer.whole([totals[index] for index in range(len(jobs))]))
 
-    async def _events(self, job: EngineRequest, writer: AnswerWriter) -> AsyncIterator[bytes]:
+    async def _events(
+        self, jobs: Sequence[EngineRequest], writer: AnswerWriter
+    ) -> AsyncIterator[bytes]:
         """Server-sent events. Once they have begun, an error is an event: HTTP says 200 already."""
-        outputs = self._outputs(job)
+        unfinished = len(jobs)
         try:
-            async for output in outputs:
-                for chunk in writer.chunks(output):
-                    yield _event(chunk)
-                if output.finish_reason:
-                    last = writer.last_chunk(output)
-                    if last is not None:
-                        yield _event(last)
+            async with aclosing(self._all_outputs(jobs)) as outputs:
+                async for index, output in outputs:
+                    for chunk in writer.chunks(output, index):
+                        yield _event(chunk)
+                    unfinished -= output.finish_reason is not None
+                    if not unfinished:
+                        last = writer.last_chunk(output)
+                        if last is not None:
+                            yield _event(last)
         except ApiError as error:
             yield _event(error.body)
-        finally:
-            await outputs.aclose()  # type: ignore[attr-defined]  # it is an async generator
         yield b"data: [DONE]\n\n"
+
+    def _grammar(self, request: GenerationRequest) -> Grammar | None:
+        """The grammar of a structured answer; one for all requests that ask for the same."""
+        wanted = structure(request)
+        if wanted is None:
+            return None
+        key, expression = wanted
+        if key not in self._grammars:
+            if self._vocabulary is None:
+                try:
+                    tokens = self.engine.tokenizer.token_bytes()
+                except ValueError as error:
+                    raise ApiError(400, f"response_format: {error}.", "response_format") from None
+                config = self.engine.model.config
+                self._vocabulary = Vocabulary(tokens, config.eos_ids, config.vocab_size)
+            while len(self._grammars) >= _MOST_GRAMMARS:
+                del self._grammars[next(iter(self._grammars))]
+            try:
+                self._grammars[key] = Grammar(expression, self._vocabulary)
+            except UsageError as error:
+                raise ApiError(400, f"{error}.", "response_format") from None
+        return self._grammars[key]
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name != self.settings.name:
@@ -376,6 +455,11 @@ class Server:
         """GET /health: 503 only when the engine failed, as in vLLM."""
         return Response(status_code=503 if self._thread.dead else 200)
 
+    async def reset_prefix_cache(self, _http: Request) -> Response:
+        """POST /reset_prefix_cache: cached prompts are forgotten before the next request."""
+        self._thread.reset_prefix_cache()
+        return Response(status_code=200)
+
     async def version(self, _http: Request) -> Response:
         """GET /version."""
         return _reply({"version": __version__, "engine": "speccheck"})
@@ -404,7 +488,7 @@ class Server:
                         "max_num_queued_reqs": self.settings.max_num_queued_reqs,
                         "policy": "priority",
                     },
-                    "cache_config": {"enable_prefix_caching": False},
+                    "cache_config": {"enable_prefix_caching": self.settings.enable_prefix_caching},
                     "speculative_config": None if spec is None else spec.as_config(),
                 },
                 "system_env": {

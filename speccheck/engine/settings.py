@@ -106,7 +106,8 @@ class EngineSettings:
     requests (None: no bound), and more are refused with 503; `max_model_len` (tokens, prompt plus
     answer) defaults to what both models can hold; `seed` gives unseeded requests theirs;
     `max_logprobs` is vLLM's, -1 for the whole vocabulary; `max_num_batched_tokens` is how much
-    prompt a step may process while others decode.
+    prompt a step may process while others decode; `enable_prefix_caching` keeps the keys of
+    prompts for later requests that begin alike.
     """
 
     model: str = PACKAGED
@@ -118,6 +119,7 @@ class EngineSettings:
     max_num_queued_reqs: int | None = None
     max_logprobs: int = 20
     max_num_batched_tokens: int = 128
+    enable_prefix_caching: bool = True
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> EngineSettings:
@@ -133,6 +135,9 @@ class EngineSettings:
         name = raw.get("served_model_name")
         if not isinstance(model, str) or not model or not isinstance(name, str | None):
             raise UsageError(f"{where}: model and served_model_name are strings")
+        caching = raw.get("enable_prefix_caching")
+        if not isinstance(caching, bool | None):
+            raise UsageError(f"{where}: enable_prefix_caching is {caching!r}; true or false")
         default = cls()
         return cls(
             model=model,
@@ -147,6 +152,7 @@ class EngineSettings:
             else _integer(raw, "max_logprobs", where, low=-1) or 0,
             max_num_batched_tokens=_integer(raw, "max_num_batched_tokens", where, low=1)
             or default.max_num_batched_tokens,
+            enable_prefix_caching=default.enable_prefix_caching if caching is None else caching,
         )
 
     @property

@@ -64,6 +64,18 @@ class Tokenizer:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
+    def token_bytes(self) -> list[bytes | None]:
+        """The bytes of each id, None for special tokens. Raises ValueError if not byte-level."""
+        decoder = json.loads(self._tokenizer.to_str()).get("decoder") or {}
+        if decoder.get("type") != "ByteLevel":
+            raise ValueError("structured output needs a byte-level tokenizer")
+        special = self._tokenizer.get_added_tokens_decoder()
+        letters = _byte_letters()
+        return [
+            None if i in special else bytes(letters[c] for c in self._tokenizer.id_to_token(i))
+            for i in range(self.vocab_size)
+        ]
+
     def token_text(self, token: int) -> str:
         """The text of one token by itself, special tokens by name."""
         return self.decode([token], skip_special_tokens=False)
@@ -105,6 +117,14 @@ class Tokenizer:
             kept_space = text[end:].startswith(last[len(last.rstrip()) :])
             text = text[: end + (len(last) - len(last.rstrip()) if kept_space else 0)]
         return text
+
+
+def _byte_letters() -> dict[str, int]:
+    """Letter -> byte of byte-level vocabularies: printable bytes stand for themselves (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(byte): byte for byte in printable}
+    return letters | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 def _compile(template: str, folder: Path) -> Any:

@@ -25,6 +25,11 @@ class _Abort:
 
 
 @dataclass(frozen=True)
+class _ResetPrefixCache:
+    pass
+
+
+@dataclass(frozen=True)
 class _Stop:
     pass
 
@@ -40,7 +45,9 @@ class EngineThread:
         self.engine = engine
         self.dead: str | None = None
         self._deliver = deliver
-        self._inbox: queue.SimpleQueue[Request | _Abort | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Request | _Abort | _ResetPrefixCache | _Stop] = (
+            queue.SimpleQueue()
+        )
         self._known: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -55,6 +62,10 @@ class EngineThread:
     def abort(self, request_id: str) -> None:
         """Drop a request before the next step; no more outputs come for it."""
         self._inbox.put(_Abort(request_id))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget cached prompts before the next step; requests submitted later find none."""
+        self._inbox.put(_ResetPrefixCache())
 
     def stop(self) -> None:
         """End the thread after the step in progress."""
@@ -72,7 +83,9 @@ class EngineThread:
                 continue
             if isinstance(message, _Stop):
                 return
-            if isinstance(message, _Abort):
+            if isinstance(message, _ResetPrefixCache):
+                self.engine.reset_prefix_cache()
+            elif isinstance(message, _Abort):
                 self._known.discard(message.request_id)
                 self.engine.abort(message.request_id)
             else:
