@@ -495,7 +495,7 @@ def test_a_bet_takes_values_from_0_to_1():
 
 
 def test_asymptotic_golden():
-    """A rho of .12599 and the half-width .13574 at n 500 with sd 1: two one-sided limits at 2.5 %."""
+    """Half-width .13574 at n 500 with sd 1 and rho .12599: two one-sided limits at 2.5 %."""
     reach = stats.one_sided_reach(500, alpha=0.025)
     assert reach == pytest.approx(0.13574, abs=5e-6)
     assert reach / (1.959964 / math.sqrt(500)) == pytest.approx(1.55, abs=0.005)
