@@ -282,6 +282,29 @@ class SweepConfig(Model):
         return value
 
 
+class HealthLimits(Model):
+    """When our own client was too late to time anything; past one of them its times are void.
+
+    Send lag p99 may be `lag_share` of the median TTFT, yet at least `lag_floor_s`: below a few
+    milliseconds an event loop on a shared machine cannot do better. A limit of None is not judged.
+    """
+
+    lag_share: Fraction = 0.05
+    lag_floor_s: Fraction = 0.010
+    loop_stall_s: Fraction = 0.250
+    """The longest stall of the event loop."""
+    loop_stall_share: Share = 0.05
+    """All its stalls together, of the time driven."""
+    loop_cpu_share: Fraction | None = 0.90
+    """Of one core, used by the event loop's thread."""
+    process_cpu_share: Fraction | None = None
+    """Of one core, used by all threads of the client."""
+    cpu_wait_share: Share | None = None
+    """Of the time driven, in which the loop's thread was ready to run and no core was free."""
+    machine_cpu_share: Share | None = None
+    """Of all cores that the client may run on, whoever used them: servers here do."""
+
+
 class Traffic(Model):
     """What is sent on a route: which corpus tasks, sampled how."""
 
@@ -325,6 +348,7 @@ class Rollout(Model):
     guardrails: str = PACKAGED
     eligibility: str | None = None
     """Which requests may speculate: a file, or `packaged`. None: all of every route."""
+    client_limits: HealthLimits = HealthLimits()
     warm_up: Count = 8
     """Requests per arm that are driven before a stage measures, and never estimated from."""
     fixture: FixtureConfig = FixtureConfig()

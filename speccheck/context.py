@@ -33,8 +33,9 @@ from speccheck.config import (
     resolve,
 )
 from speccheck.corpus import Corpus, load_corpus
-from speccheck.drive import ClientHealth, Endpoint, MonotonicClock, Written, drive
+from speccheck.drive import Endpoint, MonotonicClock, Written, drive
 from speccheck.errors import StoreError, UsageError
+from speccheck.health import ClientHealth
 from speccheck.plan import remaining
 from speccheck.records import Arm, ArmDescription, PlannedRequest, Prompt, Receipt, Stage, digest
 
@@ -179,6 +180,7 @@ class RunContext:
                     on_receipt=finished,
                     should_send=decided,
                     give_up_after=give_up_after,
+                    limits=self.rollout.client_limits,
                 )
             )
         self.health.append(report.health)

@@ -11,20 +11,20 @@ timestamp nor a crash loses what was acknowledged.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal, Protocol
 
 import aiohttp
-import numpy as np
 
 from speccheck import client
+from speccheck.config import HealthLimits
 from speccheck.errors import EngineError, UsageError
+from speccheck.health import HELD, ClientHealth, LoopWatch, unknown_health
 from speccheck.records import (
     Answer,
     Arm,
@@ -77,36 +77,6 @@ class Endpoint:
     """Fields added to each body."""
     omit: frozenset[str] = frozenset()
     """Fields this server refuses (a plain OpenAI server: return_token_ids, cache_salt ...)."""
-
-
-@dataclass(frozen=True, slots=True)
-class HealthLimits:
-    """When the client itself was too late to measure.
-
-    The lag limit is `lag_share` of the median TTFT, yet at least `lag_floor_s`: below a few
-    milliseconds an event loop on a shared machine cannot do better.
-    """
-
-    lag_share: float = 0.05
-    lag_floor_s: float = 0.010
-    loop_stall_s: float = 0.250
-    cpu_share: float = 0.90
-    """Of one core, used by the event loop's thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClientHealth:
-    """Whether this client was fit to measure; `reasons` say why not. Warm-up is not judged.
-
-    `lag_p99_s` (scheduled to sent) and `cpu_share` are NaN where nothing was driven; a run that
-    measured nothing is not valid.
-    """
-
-    valid: bool
-    reasons: tuple[str, ...]
-    lag_p99_s: float
-    loop_stall_max_s: float
-    cpu_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +140,7 @@ async def drive(
         raise UsageError(f"the plan sends to {', '.join(missing)}, which has no server")
     keys = _unique_keys(plan, run_id)
     if not plan:
-        health = _no_health("nothing was planned")
+        health = unknown_health("nothing was planned")
         now = clock.now_ns()
         return DriveReport(0, 0, 0, {}, now, now, health)
     run = _Run(
@@ -185,7 +155,7 @@ async def drive(
         pending=_Pending(write),
     )
     started_ns = clock.now_ns()
-    watch = _LoopWatch()
+    watch = LoopWatch()
     sessions = {arm: client.open_session() for arm in arms}
     run.sessions = sessions
     flusher = asyncio.create_task(run.pending.keep_writing())
@@ -207,7 +177,7 @@ async def drive(
         outcomes=dict(run.outcomes),
         started_ns=started_ns,
         ended_ns=clock.now_ns(),
-        health=_judge_health(run, watch, limits or HealthLimits()),
+        health=watch.health(run.lags_s, run.ttfts_s, run.held, limits or HealthLimits()),
     )
 
 
@@ -230,14 +200,16 @@ class _Run:
     sessions: Mapping[Arm, aiohttp.ClientSession] = field(default_factory=dict)
     completed: int = 0
     skipped: int = 0
-    capped: int = 0
+    held: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     unreachable: Counter[Arm] = field(default_factory=Counter)
     lags_s: list[float] = field(default_factory=list)
     ttfts_s: list[float] = field(default_factory=list)
 
-    async def attempt(self, planned: PlannedRequest, scheduled_ns: int) -> None:
-        """Ask, send, make the receipt, hand it on."""
+    async def attempt(
+        self, planned: PlannedRequest, scheduled_ns: int, warnings: tuple[str, ...] = ()
+    ) -> None:
+        """Ask, send, make the receipt (with these warnings of our own), hand it on."""
         request = self._decide(planned)
         if request is None:
             self.skipped += 1
@@ -261,13 +233,17 @@ class _Run:
             arm.policy_version,
             scheduled_ns=scheduled_ns,
         )
+        receipt = replace(receipt, warnings=receipt.warnings + warnings)
         keeps = request.keep_text
         answer = client.make_answer(observation, receipt.receipt_id) if keeps else None
         self.pending.add((receipt, answer))
         self.completed += 1
         self.outcomes[receipt.outcome] += 1
         if not request.warm_up:
-            self.lags_s.append((observation.sent_ns - scheduled_ns) / 1e9)
+            if HELD in warnings:
+                self.held += 1
+            else:
+                self.lags_s.append((observation.sent_ns - scheduled_ns) / 1e9)
             if receipt.ttft_s is not None:
                 self.ttfts_s.append(receipt.ttft_s)
         if self.on_receipt is not None:
@@ -352,14 +328,15 @@ async def _open_loop(run: _Run, group: list[PlannedRequest]) -> None:
     """Requests go out at their offsets, whatever the server does, up to the cap in flight.
 
     A request that waits for the cap keeps its intended time as `scheduled_ns`: the wait shows in
-    its lag and in its effective latency.
+    its effective latency, and its receipt says so.
     """
     start_ns = run.clock.now_ns()
+    free_ns = start_ns
     slots = asyncio.Semaphore(max(request.concurrency for request in group))
 
-    async def one(request: PlannedRequest, due_ns: int) -> None:
+    async def one(request: PlannedRequest, due_ns: int, warnings: tuple[str, ...]) -> None:
         try:
-            await run.attempt(request, due_ns)
+            await run.attempt(request, due_ns, warnings)
         finally:
             slots.release()
 
@@ -367,10 +344,13 @@ async def _open_loop(run: _Run, group: list[PlannedRequest]) -> None:
         for request in sorted(group, key=lambda r: r.offset_s or 0.0):
             due_ns = start_ns + round((request.offset_s or 0.0) * 1e9)
             await run.clock.sleep_until_ns(due_ns)
-            if slots.locked():
-                run.capped += 1
+            must_wait = slots.locked()
             await slots.acquire()
-            tasks.create_task(one(request, due_ns))
+            if must_wait:
+                free_ns = run.clock.now_ns()
+            # Held too is who was due while an earlier one waited for its slot.
+            is_held = must_wait or due_ns < free_ns
+            tasks.create_task(one(request, due_ns, (HELD,) if is_held else ()))
 
 
 @asynccontextmanager
@@ -440,109 +420,3 @@ class _Pending:
             del self._waiting[: len(batch)]
             raise
         del self._waiting[: len(batch)]
-
-
-# --- health of the client -----------------------------------------------------------------------
-
-
-class _LoopWatch:
-    """How late the event loop wakes, and how much of a core its thread uses, while measuring."""
-
-    _TICK_S = 0.02
-
-    def __init__(self) -> None:
-        self.stall_max_s = 0.0
-        self.cpu_s = 0.0
-        self.wall_s = 0.0
-        self._due_s = math.inf
-
-    @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Watch for the length of the block. What is late at its end counts too."""
-        cpu_s, wall_s = time.thread_time(), time.perf_counter()
-        ticker = asyncio.ensure_future(self._tick())
-        try:
-            yield
-        finally:
-            ticker.cancel()
-            self._note_lateness()
-            self._due_s = math.inf
-            self.cpu_s += time.thread_time() - cpu_s
-            self.wall_s += time.perf_counter() - wall_s
-
-    async def _tick(self) -> None:
-        while True:
-            self._due_s = time.perf_counter() + self._TICK_S
-            await asyncio.sleep(self._TICK_S)
-            self._note_lateness()
-
-    def _note_lateness(self) -> None:
-        self.stall_max_s = max(self.stall_max_s, time.perf_counter() - self._due_s)
-
-
-def _judge_health(run: _Run, watch: _LoopWatch, limits: HealthLimits) -> ClientHealth:
-    cpu_share = watch.cpu_s / watch.wall_s if watch.wall_s > 0 else math.nan
-    return _judged(run.lags_s, run.ttfts_s, watch.stall_max_s, cpu_share, run.capped, limits)
-
-
-def pooled_health(
-    drives: Sequence[ClientHealth], receipts: Sequence[Receipt], limits: HealthLimits | None = None
-) -> ClientHealth:
-    """The client's fitness over several drives of one stage, from all their receipts together.
-
-    The lag's p99 of a hundred requests is the worst of them: one hiccup would void a stage of a
-    thousand. Stalls and CPU are the worst of the drives.
-    """
-    lags_s = [
-        (r.sent_ns - r.scheduled_ns) / 1e9
-        for r in receipts
-        if r.sent_ns is not None and not r.warm_up
-    ]
-    ttfts_s = [r.ttft_s for r in receipts if r.ttft_s is not None and not r.warm_up]
-    stall_max_s = max((health.loop_stall_max_s for health in drives), default=math.nan)
-    cpu_share = max((health.cpu_share for health in drives), default=math.nan)
-    return _judged(lags_s, ttfts_s, stall_max_s, cpu_share, 0, limits or HealthLimits())
-
-
-def _judged(
-    lags_s: Sequence[float],
-    ttfts_s: Sequence[float],
-    stall_max_s: float,
-    cpu_share: float,
-    capped: int,
-    limits: HealthLimits,
-) -> ClientHealth:
-    """Reasons against this client, each with its number and its limit."""
-    if not lags_s:
-        return _no_health("nothing was sent")
-    lag_p99_s = float(np.quantile(lags_s, 0.99))
-    lag_limit_s = limits.lag_floor_s
-    if ttfts_s:
-        lag_limit_s = max(lag_limit_s, limits.lag_share * float(np.median(ttfts_s)))
-    reasons: list[str] = []
-    if lag_p99_s > lag_limit_s:
-        cap = f"; {capped} requests waited for the cap in flight" if capped else ""
-        reasons.append(
-            f"send lag p99 {lag_p99_s * 1e3:.1f} ms > limit {lag_limit_s * 1e3:.1f} ms{cap}"
-        )
-    if stall_max_s > limits.loop_stall_s:
-        reasons.append(
-            f"the event loop stalled for {stall_max_s * 1e3:.0f} ms "
-            f"> limit {limits.loop_stall_s * 1e3:.0f} ms"
-        )
-    if cpu_share > limits.cpu_share:
-        reasons.append(
-            f"the client used {cpu_share:.0%} of a core > limit {limits.cpu_share:.0%}: "
-            "send less, or measure from another machine"
-        )
-    return ClientHealth(not reasons, tuple(reasons), lag_p99_s, stall_max_s, cpu_share)
-
-
-def _no_health(reason: str) -> ClientHealth:
-    return ClientHealth(
-        valid=False,
-        reasons=(reason,),
-        lag_p99_s=math.nan,
-        loop_stall_max_s=math.nan,
-        cpu_share=math.nan,
-    )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from speccheck import stats
@@ -60,6 +60,11 @@ class Rule:
     """What n counts. How many more are needed is only handed on where these are requests."""
     any_workload: bool = False
     """It holds on any prompts, random ones included: a wrong output is wrong everywhere."""
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its metric is made of times, which are void where our own client was late."""
+        return self.kind in ("regression", "speedup")
 
     def metric_limit(self, limit: float) -> float:
         """The configured limit in the metric's own unit."""
@@ -377,6 +382,44 @@ def judge(
         if rule.name not in measured
     ]
     return tuple(sorted(findings, key=lambda f: (-f.verdict, f.cohort != "", f.rule, f.cohort)))
+
+
+def void_times(findings: Sequence[Finding], late: str) -> tuple[Finding, ...]:
+    """The findings where our own client was too late to time anything; `late` says why, or is
+    empty: then they stay as they are.
+
+    What rests on times could not be judged (an error, neither slow nor fast); the rest stands.
+    """
+    return tuple(
+        replace(
+            f,
+            verdict=Verdict.ERROR,
+            estimate=None,
+            needed=None,
+            why=f"{RULES[f.rule].subject} is void: our client was late ({late})",
+        )
+        if late and _is_timed(f)
+        else f
+        for f in findings
+    )
+
+
+def void_passes(findings: Sequence[Finding], held: str) -> tuple[Finding, ...]:
+    """The findings where requests were held back, so that the load was lighter than planned.
+
+    Times look no worse for it: a failure stands, a pass could not be judged. `held` says why, or
+    is empty: then they stay as they are.
+    """
+    return tuple(
+        replace(f, verdict=Verdict.ERROR, why=f"{f.why}, but the load was not as planned: {held}")
+        if held and _is_timed(f) and f.verdict is Verdict.PASS
+        else f
+        for f in findings
+    )
+
+
+def _is_timed(finding: Finding) -> bool:
+    return finding.rule in RULES and RULES[finding.rule].is_timed
 
 
 def _with_implied(rules: Mapping[str, RuleLimit], stage: Stage) -> dict[str, RuleLimit]:

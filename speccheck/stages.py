@@ -37,8 +37,8 @@ from speccheck import (
 )
 from speccheck.config import Route, package_dir, resolve
 from speccheck.context import PROTECTED, RunContext, measured_arms, read_rollout, route_prompts
-from speccheck.drive import pooled_health
 from speccheck.errors import UsageError
+from speccheck.health import pooled_health
 from speccheck.law import Table
 from speccheck.records import (
     Action,
@@ -52,9 +52,6 @@ from speccheck.records import (
     to_json,
     worst,
 )
-
-_TIMED = ("ttft", "tpot", "e2e", "queue_age", "protected")
-"""First words of the metrics that are worth nothing when our own client was late."""
 
 _CONSEQUENCES = ("low", "medium", "high")
 
@@ -398,29 +395,32 @@ def _passed(run: RunContext, stage: Stage, route: str) -> bool:
 
 
 def _findings(
-    run: RunContext, stage: Stage, route: str, measured: Sequence[Measurement], *, late: str
+    run: RunContext,
+    stage: Stage,
+    route: str,
+    measured: Sequence[Measurement],
+    *,
+    late: str,
+    held: str,
 ) -> list[Finding]:
     """Judge one route. What a later stage judges again need not be settled now, only not fail.
 
-    `late` says why our own client was too late to time anything, or is empty. Times are void then:
-    they decide nothing, and another run may.
+    `late` says why our own client was too late to time anything, `held` why the load was lighter
+    than planned, or they are empty. No later stage makes good what could not be judged here.
     """
     later = list(Stage)[list(Stage).index(stage) + 1 :]
-    found = []
     shared = canary.planned_looks(run) if stage is Stage.CANARY else 1
-    for finding in guardrails.judge(
+    judged = guardrails.judge(
         _rules(run, route),
         measured,
         stage=stage,
         route=route,
         alpha_fail=guardrails.ALPHA_FAIL / shared,
-    ):
-        rule = guardrails.RULES[finding.rule]
+    )
+    found = []
+    for finding in guardrails.void_passes(guardrails.void_times(judged, late), held):
         made = finding
-        if late and rule.metric.startswith(_TIMED):
-            why = f"{rule.subject} is void: our client was late ({late})"
-            made = replace(made, verdict=Verdict.INCONCLUSIVE, estimate=None, why=why)
-        again = [s for s in later if s in rule.stages]
+        again = [s for s in later if s in guardrails.RULES[finding.rule].stages]
         if made.verdict is Verdict.INCONCLUSIVE and again:
             why = f"{made.why}; judged again in {again[0]}"
             made = replace(made, counted=False, why=why)
@@ -459,11 +459,13 @@ def _judge_route(
     and does not count.
     """
     health = _health(run, stage)
-    late = "" if health["valid"] else str(health["reasons"][0])
-    if late and not judged.reasons:
-        judged.reasons.append(f"our client was late, so times are void: {late}")
-    findings = _findings(run, stage, route, measured, late=late)
-    findings += decision.of_kept_off(_findings(run, stage, route, excluded, late=late))
+    why = "" if health["valid"] else str(health["reasons"][0])
+    late, held = (why, "") if health["is_late"] else ("", why)
+    if why and not judged.reasons:
+        void = "our client was late, so times are void" if late else "passes on times are void"
+        judged.reasons.append(f"{void}: {why}")
+    findings = _findings(run, stage, route, measured, late=late, held=held)
+    findings += decision.of_kept_off(_findings(run, stage, route, excluded, late=late, held=held))
     sent = {
         r.pair_id: r
         for r in run.store.receipts(run.run_id, stage=stage, route=route, warm_up=False)
@@ -563,7 +565,7 @@ def _health(run: RunContext, stage: Stage) -> dict[str, Any]:
         kept: dict[str, Any] = before.evidence["client_health"]
         return kept
     receipts = run.store.receipts(run.run_id, stage=stage, warm_up=False)
-    return asdict(pooled_health(run.health, receipts))
+    return asdict(pooled_health(run.health, receipts, run.rollout.client_limits))
 
 
 def _now() -> str:

@@ -14,7 +14,7 @@ import gzip
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -205,12 +205,17 @@ def refusal(status: int, message: str, param: str | None = None) -> Script:
 class ScriptedServer:
     """Runs in a thread with an event loop of its own. `script` answers each request.
 
-    `script` gets the request body and how many came before. `/metrics` serves `metrics_text`;
-    any other GET is 404.
+    `script` gets the request body and how many came before. `/metrics` serves `metrics_text`, a GET
+    of one of `pages` its JSON; any other GET is 404.
     """
 
-    def __init__(self, script: Callable[[dict[str, Any], int], Script]) -> None:
+    def __init__(
+        self,
+        script: Callable[[dict[str, Any], int], Script],
+        pages: Mapping[str, Any] | None = None,
+    ) -> None:
         self.script = script
+        self.pages = pages or {}
         self.metrics_text = ""
         self.seen: list[Seen] = []
         self.url = ""
@@ -271,6 +276,9 @@ class ScriptedServer:
         seen = Seen(path, headers, body, time.perf_counter_ns(), connection=number)
         if path == "/metrics":
             script = Script([self.metrics_text.encode()], content_type="text/plain")
+        elif request_line.startswith("GET") and path in self.pages:
+            page = json.dumps(self.pages[path]).encode()
+            script = Script([page], content_type="application/json")
         elif request_line.startswith("GET"):
             script = refusal(404, "no such page")
         else:

@@ -29,6 +29,7 @@ ORDER = [
     "client",
     "eligibility",
     "telemetry",
+    "health",
     "drive",
     "store",
     "stats",

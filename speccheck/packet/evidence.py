@@ -79,7 +79,7 @@ class ArmFacts(TypedDict):
 
 
 class ClientHealth(TypedDict):
-    """Whether our own client was in time: `asdict(drive.ClientHealth)`.
+    """Whether our own client was in time: `asdict(health.ClientHealth)`.
 
     Further numbers may be added, their names ending in their unit.
     """
@@ -87,9 +87,11 @@ class ClientHealth(TypedDict):
     valid: bool
     reasons: Sequence[str]
     """Why it was not in time; empty if it was."""
+    is_late: bool
+    """Whether its own lateness speaks against it, or only requests that it had to hold back."""
     lag_p99_s: float | None
     loop_stall_max_s: float | None
-    cpu_share: float | None
+    loop_cpu_share: float | None
 
 
 class StageEvidence(TypedDict):

@@ -34,6 +34,7 @@ ACTION_MARKS = {
 
 IN_TIME = Mark("in time", "✓", "good")
 LATE = Mark("late, run invalid", "!", "broken")
+HELD_BACK = Mark("requests held back, no pass on times", "!", "broken")
 NOT_RUN = Mark("not run", "·", "plain")
 
 
@@ -72,7 +73,7 @@ def stage_line(name: str, stage: Mapping[str, Any] | None) -> view.StageLine:
         client = health
     else:
         client = view.ClientLine(
-            mark=IN_TIME if health["valid"] else LATE,
+            mark=IN_TIME if health["valid"] else LATE if health["is_late"] else HELD_BACK,
             why="; ".join(health["reasons"]),
             figures=figures(health),
         )
