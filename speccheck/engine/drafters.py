@@ -150,7 +150,7 @@ class NgramDrafter:
     def __init__(self, shortest: int, longest: int) -> None:
         """`shortest` and `longest` are prompt_lookup_min and prompt_lookup_max (tokens)."""
         self._sizes = range(longest, shortest - 1, -1)
-        self._indices: dict[str, _NgramIndex] = {}
+        self._indices: dict[str, NgramIndex] = {}
 
     def prefill(self, sequence: Sequence, start: int, tokens: Seq[int]) -> None:
         """Nothing to do: the index is built on the first proposal."""
@@ -160,7 +160,7 @@ class NgramDrafter:
         known = self._indices
         self._indices = {  # sequences that left are forgotten here
             sequence.request.request_id: known.get(sequence.request.request_id)
-            or _NgramIndex(self._sizes)
+            or NgramIndex(self._sizes)
             for sequence in sequences
         }
         return [
@@ -184,7 +184,7 @@ class NgramDrafter:
         """Nothing to do: nothing is kept by row."""
 
 
-class _NgramIndex:
+class NgramIndex:
     """Where each n-gram of one sequence first ended, for the sizes asked."""
 
     def __init__(self, sizes: range) -> None:

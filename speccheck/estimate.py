@@ -1,0 +1,359 @@
+"""What lookup drafting would do, from target-only answers alone: no server, no load.
+
+Prompt lookup and suffix drafting propose one certain token per position. Against such a draft the
+verifier accepts with the target's own probability of that token, which is the chance that the
+target, sampling by itself, produces it (STATS.md 1.4: one-hot treatment and sampler match have one
+law). So a logged answer *is* a draw of what verification would have accepted: replay the drafter
+over it, count how far each draft agrees, go on after the first token that differs. At temperature 0
+that repeats the rounds of a server exactly; above it is an unbiased draw of them. It does not hold
+for drafts with a distribution of their own (a draft model that is sampled from).
+
+What happens at the end of an answer is not in a log: drafted tokens beyond it are counted apart.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from speccheck import stats
+from speccheck.engine.drafters import NgramIndex
+from speccheck.logs import LoggedAnswer
+from speccheck.measure import ALPHA
+from speccheck.records import Estimate, temperature_band
+from speccheck.speed import Costs
+from speccheck.suffix import SuffixDrafter, SuffixSettings
+
+KS = tuple(range(1, 9))
+OWN_TEXT = "suffix, own text"
+"""Suffix drafting that sees no other request's answer: what a cold cache gives."""
+
+_FIXED = 3
+_ACCEPTED, _UNKNOWN, _PASSES = range(_FIXED)
+
+
+class _Text(Protocol):
+    def begin(self, prompt: Sequence[int]) -> None: ...
+
+    def append(self, token: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of drafting: its name, and its draft at each of some proposal lengths."""
+
+    name: str
+    propose: Callable[[Sequence[int]], list[list[int]]]
+
+
+class NgramText:
+    """The embedded engine's prompt lookup over one request at a time."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        """`shortest` and `longest` are prompt_lookup_min and prompt_lookup_max (tokens)."""
+        self._sizes = range(longest, shortest - 1, -1)
+        self.begin(())
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """The next request."""
+        self._ids = list(prompt)
+        self._index = NgramIndex(self._sizes)
+
+    def append(self, token: int) -> None:
+        """Its answer goes on."""
+        self._ids.append(token)
+
+    def propose(self, ks: Sequence[int]) -> list[list[int]]:
+        """The draft at each proposal length: a longer one begins with the shorter."""
+        longest = self._index.follow(self._ids, max(ks))
+        return [longest[:k] for k in ks]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """One method at one proposal length in one cohort; prompts are the clusters of each interval.
+
+    `saved_share` is the share of the target's decode passes that would not run, before what drafts
+    and verification cost; `speedup` is after it, None without costs.
+    """
+
+    method: str
+    k: int
+    drafted: int
+    accepted: int
+    unknown: int
+    """Drafted tokens beyond the end of a log, which nothing is known about; not in acceptance."""
+    passes: int
+    verify_steps: int
+    acceptance: Estimate
+    coverage: Estimate
+    tokens_per_pass: Estimate
+    saved_share: Estimate
+    speedup: Estimate | None
+    saved_passes: float | None
+    """Modelled, in target-equivalent passes, after costs (STATS.md 2.2); None without costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class CohortEstimate:
+    """One cohort: how much was logged, and what each method would have done with it."""
+
+    name: str
+    route: str
+    task: str
+    temperature: str
+    prompts: int
+    answers: int
+    decode_tokens: int
+    """Tokens after each answer's first, which the prompt's own pass gives."""
+    drafting: tuple[Drafting, ...]
+    best: Mapping[str, str]
+    """Method -> the proposal length that pays most, in words; "not estimated" without costs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogEstimate:
+    """Of a whole log: all answers together first, then each cohort."""
+
+    cohorts: tuple[CohortEstimate, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass
+class _Cohort:
+    route: str
+    task: str
+    temperature: str
+    answers: int = 0
+    rows: dict[str, array[int]] = field(default_factory=dict)
+    """Prompt -> decode tokens, then per method and k: accepted, unknown, passes, and how many
+    verify steps checked 1, 2 ... k drafts."""
+
+    def add(self, prompt_id: str, row: array[int]) -> None:
+        self.answers += 1
+        known = self.rows.get(prompt_id)
+        if known is None:
+            self.rows[prompt_id] = row
+            return
+        for i, value in enumerate(row):
+            known[i] += value
+
+
+class Replay:
+    """Feed it answers in the order in which they were given; ask it for estimates at the end."""
+
+    def __init__(
+        self,
+        *,
+        ks: Sequence[int] = KS,
+        ngrams: Sequence[tuple[int, int]] = ((5, 5),),
+        suffix: SuffixSettings | None = None,
+    ) -> None:
+        """`ngrams` are (prompt_lookup_min, prompt_lookup_max); `suffix` None leaves it out."""
+        self.ks = tuple(sorted(set(ks)))
+        self._texts: list[_Text] = []
+        self._methods: list[Method] = []
+        for low, high in ngrams:
+            text = NgramText(low, high)
+            self._texts.append(text)
+            self._methods.append(Method(f"ngram {low}-{high}", text.propose))
+        if suffix is not None:
+            drafter = SuffixDrafter(suffix)
+            self._texts.append(drafter)
+            self._methods.append(
+                Method(OWN_TEXT, lambda ks: drafter.propose(ks, own_only=True))
+            )
+            if suffix.max_cached_requests > 0:
+                self._methods.append(Method("suffix", drafter.propose))
+        self._cohorts: dict[tuple[str, str, str], _Cohort] = {}
+        self.n_answers = 0
+        self.n_tokens = 0
+
+    def add(self, answer: LoggedAnswer) -> None:
+        """Replay one answer."""
+        band = "any T" if answer.temperature is None else temperature_band(answer.temperature)
+        key = (answer.route, answer.task, band)
+        cohort = self._cohorts.setdefault(key, _Cohort(*key))
+        cohort.add(answer.prompt_id, self._row(answer))
+        self.n_answers += 1
+        self.n_tokens += len(answer.output)
+
+    def _row(self, answer: LoggedAnswer) -> array[int]:
+        output, ks = answer.output, self.ks
+        n = len(output)
+        for text in self._texts:
+            text.begin(answer.prompt)
+        counts = [[[0] * (_FIXED + k) for k in ks] for _ in self._methods]
+        due = [[1] * len(ks) for _ in self._methods]  # the first token is the prompt's own pass's
+        for t in range(1, n):
+            for text in self._texts:
+                text.append(output[t - 1])
+            budget = ks[-1]
+            if answer.max_tokens is not None:  # as `Sequence.draft_budget`: one token is the pass's
+                budget = max(0, answer.max_tokens - t - 1)
+            for method, next_round, tallies in zip(self._methods, due, counts, strict=True):
+                turn = [i for i, at in enumerate(next_round) if at == t]
+                if not turn:
+                    continue
+                wanted = [min(ks[i], budget) for i in turn]
+                drafts = method.propose(wanted) if budget else [[]] * len(turn)
+                for i, draft in zip(turn, drafts, strict=True):
+                    agreed = 0
+                    for token in draft:
+                        if t + agreed == n or token != output[t + agreed]:
+                            break
+                        agreed += 1
+                    tally = tallies[i]
+                    tally[_ACCEPTED] += agreed
+                    tally[_PASSES] += 1
+                    if draft:
+                        tally[_FIXED + len(draft) - 1] += 1
+                        if t + agreed == n:
+                            tally[_UNKNOWN] += len(draft) - agreed
+                    next_round[i] = t + agreed + 1
+        if n:
+            for text in self._texts:
+                text.append(output[-1])
+        row = array("q", [max(0, n - 1)])
+        for tallies in counts:
+            for tally in tallies:
+                row.extend(tally)
+        return row
+
+    def estimates(self, costs: Costs | None = None, *, alpha: float = ALPHA) -> LogEstimate:
+        """All answers together (where there are several cohorts), then each cohort by name."""
+        found = [self._cohort(cohort, costs, alpha) for _, cohort in sorted(self._cohorts.items())]
+        if len(found) > 1:
+            whole = _Cohort("", "", "")
+            for cohort in self._cohorts.values():
+                whole.answers += cohort.answers
+                for prompt_id, row in cohort.rows.items():
+                    known = whole.rows.get(prompt_id)
+                    whole.rows[prompt_id] = (
+                        array("q", row)
+                        if known is None
+                        else array("q", [a + b for a, b in zip(known, row, strict=True)])
+                    )
+            found.insert(0, self._cohort(whole, costs, alpha))
+        notes = []
+        if any(method.name == "suffix" for method in self._methods):
+            notes.append(
+                "suffix sees the answers before it in the log, as at concurrency 1 with a cache "
+                "that began empty"
+            )
+        unknown = sum(line.unknown for line in found[0].drafting) if found else 0
+        if unknown:
+            notes.append(
+                "drafted tokens beyond the end of an answer are in no acceptance: a log does not "
+                "say whether they would have been accepted"
+            )
+        return LogEstimate(tuple(found), tuple(notes))
+
+    def _cohort(self, cohort: _Cohort, costs: Costs | None, alpha: float) -> CohortEstimate:
+        table = np.array([list(row) for row in cohort.rows.values()], float)
+        tokens = table[:, 0]
+        lines = []
+        at = 1
+        for method in self._methods:
+            for k in self.ks:
+                part = table[:, at : at + _FIXED + k]
+                at += _FIXED + k
+                lines.append(_drafting(method.name, k, tokens, part, costs, alpha))
+        return CohortEstimate(
+            name=_name(cohort) if cohort.route else "all answers",
+            route=cohort.route,
+            task=cohort.task,
+            temperature=cohort.temperature,
+            prompts=len(cohort.rows),
+            answers=cohort.answers,
+            decode_tokens=int(tokens.sum()),
+            drafting=tuple(lines),
+            best={
+                method.name: _best([line for line in lines if line.method == method.name], costs)
+                for method in self._methods
+            },
+        )
+
+
+def _name(cohort: _Cohort) -> str:
+    parts = [part for part in (cohort.route, cohort.task) if part not in ("default", "unknown")]
+    return ", ".join([*dict.fromkeys(parts), cohort.temperature])
+
+
+def _drafting(
+    method: str,
+    k: int,
+    tokens: stats.Floats,
+    part: stats.Floats,
+    costs: Costs | None,
+    alpha: float,
+) -> Drafting:
+    """`tokens` (prompts,) are decode tokens, `part` (prompts, 3 + k) what `_Cohort.rows` holds."""
+    accepted, unknown, passes = part[:, _ACCEPTED], part[:, _UNKNOWN], part[:, _PASSES]
+    steps = part[:, _FIXED:]
+    drafted = steps @ np.arange(1, k + 1)
+    verified = steps.sum(axis=1)
+    saved = stats.clustered_ratio(tokens - passes, tokens, alpha=alpha)
+    spent = None if costs is None else _spent(k, passes, drafted, steps, costs)
+    return Drafting(
+        method=method,
+        k=k,
+        drafted=int(drafted.sum()),
+        accepted=int(accepted.sum()),
+        unknown=int(unknown.sum()),
+        passes=int(passes.sum()),
+        verify_steps=int(verified.sum()),
+        acceptance=stats.acceptance_rate(accepted, drafted - unknown, alpha=alpha),
+        coverage=stats.acceptance_rate(verified, passes, alpha=alpha),
+        tokens_per_pass=stats.clustered_ratio(tokens, passes, alpha=alpha),
+        saved_share=saved,
+        speedup=None if spent is None else stats.clustered_ratio(tokens, spent, alpha=alpha),
+        saved_passes=None if spent is None else float((tokens - spent).sum()),
+    )
+
+
+def _spent(
+    k: int, passes: stats.Floats, drafted: stats.Floats, steps: stats.Floats, costs: Costs
+) -> stats.Floats | None:
+    """Cost of a cohort's rounds in target-equivalent passes; None where k is not calibrated.
+
+    A shorter draft that was not calibrated is charged what the next longer one costs.
+    """
+    extra = []
+    for drafts in range(1, k + 1):
+        known = [n for n in costs.verify if n >= drafts]
+        if k not in costs.verify or not known:
+            return None
+        extra.append(costs.verify[min(known)] - 1 + costs.rollback)
+    spent: stats.Floats = passes + costs.draft * drafted + steps @ np.array(extra)
+    return spent
+
+
+def _best(lines: Sequence[Drafting], costs: Costs | None) -> str:
+    """The proposal length with the largest speed-up, and whether its interval is above 1."""
+    if costs is None:
+        return "not estimated: no costs given"
+    priced = [(line, line.speedup) for line in lines if line.speedup is not None]
+    if not priced:
+        return "not estimated: no cost of a verify step at these k"
+    line, speedup = max(priced, key=lambda pair: pair[1].value)
+    told = f"{speedup.value:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
+    if not speedup.is_known:
+        return "not estimated: nothing was decoded"
+    if speedup.low > 1:
+        return f"k = {line.k}, {told}"
+    if speedup.high < 1:
+        return f"target-only: the best, k = {line.k}, costs more than it saves, {told}"
+    return f"open: k = {line.k}, {told}"
+
+
+def replay(answers: Iterable[LoggedAnswer], **settings: Any) -> Replay:
+    """A `Replay` with these settings that has seen all answers."""
+    done = Replay(**settings)
+    for answer in answers:
+        done.add(answer)
+    return done
