@@ -14,19 +14,25 @@ What happens at the end of an answer is not in a log: drafted tokens beyond it a
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from speccheck import stats
+from speccheck.corpus import Corpus
 from speccheck.engine.drafters import NgramIndex
-from speccheck.logs import LoggedAnswer
+from speccheck.errors import UsageError
+from speccheck.logs import LoggedAnswer, chat_ids
 from speccheck.measure import ALPHA
-from speccheck.records import Estimate, temperature_band
+from speccheck.records import Arm, Estimate, Outcome, Stage, temperature_band
 from speccheck.speed import Costs
+from speccheck.store import Store
 from speccheck.suffix import SuffixDrafter, SuffixSettings
+
+if TYPE_CHECKING:
+    from speccheck.engine.text import Tokenizer
 
 KS = tuple(range(1, 9))
 OWN_TEXT = "suffix, own text"
@@ -36,10 +42,14 @@ _FIXED = 3
 _ACCEPTED, _UNKNOWN, _PASSES = range(_FIXED)
 
 
-class _Text(Protocol):
-    def begin(self, prompt: Sequence[int]) -> None: ...
+class Text(Protocol):
+    """What follows an answer, token by token."""
 
-    def append(self, token: int) -> None: ...
+    def begin(self, prompt: Sequence[int]) -> None:
+        """The next request."""
+
+    def append(self, token: int) -> None:
+        """Its answer goes on."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +140,7 @@ class _Cohort:
     temperature: str
     answers: int = 0
     rows: dict[str, array[int]] = field(default_factory=dict)
-    """Prompt -> decode tokens, then per method and k: accepted, unknown, passes, and how many
-    verify steps checked 1, 2 ... k drafts."""
+    """Prompt -> what `replay` gives, summed over its answers."""
 
     def add(self, prompt_id: str, row: array[int]) -> None:
         self.answers += 1
@@ -141,6 +150,61 @@ class _Cohort:
             return
         for i, value in enumerate(row):
             known[i] += value
+
+
+def replay(
+    answer: LoggedAnswer, texts: Sequence[Text], methods: Sequence[Method], ks: Sequence[int]
+) -> array[int]:
+    """The rounds of one answer under each method and proposal length.
+
+    `texts` are what the methods draft from; they follow the answer. Gives decode tokens, then per
+    method and k: accepted, unknown, passes, and how many verify steps checked 1, 2 ... k drafts.
+    """
+    output = answer.output
+    n = len(output)
+    for text in texts:
+        text.begin(answer.prompt)
+    counts = [[[0] * (_FIXED + k) for k in ks] for _ in methods]
+    due = [[1] * len(ks) for _ in methods]  # the first token comes from the prompt's own pass
+    for t in range(1, n):
+        for text in texts:
+            text.append(output[t - 1])
+        budget = max(ks)
+        if answer.max_tokens is not None:  # as `Sequence.draft_budget`: one token is the pass's own
+            budget = max(0, answer.max_tokens - t - 1)
+        for method, next_round, tallies in zip(methods, due, counts, strict=True):
+            turn = [i for i, at in enumerate(next_round) if at == t]
+            if not turn:
+                continue
+            wanted = [min(ks[i], budget) for i in turn]
+            drafts = method.propose(wanted) if budget else [[]] * len(turn)
+            for i, draft in zip(turn, drafts, strict=True):
+                next_round[i] = t + 1 + _count(tallies[i], draft, output, t)
+    if n:
+        for text in texts:
+            text.append(output[-1])
+    row = array("q", [max(0, n - 1)])
+    for tallies in counts:
+        for tally in tallies:
+            row.extend(tally)
+    return row
+
+
+def _count(tally: list[int], draft: Sequence[int], output: Sequence[int], t: int) -> int:
+    """Add the round that drafts output[t:]; how many drafted tokens agree with it."""
+    agreed = 0
+    for token in draft:
+        if t + agreed == len(output):
+            tally[_UNKNOWN] += len(draft) - agreed
+            break
+        if token != output[t + agreed]:
+            break
+        agreed += 1
+    tally[_ACCEPTED] += agreed
+    tally[_PASSES] += 1
+    if draft:
+        tally[_FIXED + len(draft) - 1] += 1
+    return agreed
 
 
 class Replay:
@@ -155,7 +219,7 @@ class Replay:
     ) -> None:
         """`ngrams` are (prompt_lookup_min, prompt_lookup_max); `suffix` None leaves it out."""
         self.ks = tuple(sorted(set(ks)))
-        self._texts: list[_Text] = []
+        self._texts: list[Text] = []
         self._methods: list[Method] = []
         for low, high in ngrams:
             text = NgramText(low, high)
@@ -178,51 +242,9 @@ class Replay:
         band = "any T" if answer.temperature is None else temperature_band(answer.temperature)
         key = (answer.route, answer.task, band)
         cohort = self._cohorts.setdefault(key, _Cohort(*key))
-        cohort.add(answer.prompt_id, self._row(answer))
+        cohort.add(answer.prompt_id, replay(answer, self._texts, self._methods, self.ks))
         self.n_answers += 1
         self.n_tokens += len(answer.output)
-
-    def _row(self, answer: LoggedAnswer) -> array[int]:
-        output, ks = answer.output, self.ks
-        n = len(output)
-        for text in self._texts:
-            text.begin(answer.prompt)
-        counts = [[[0] * (_FIXED + k) for k in ks] for _ in self._methods]
-        due = [[1] * len(ks) for _ in self._methods]  # the first token is the prompt's own pass's
-        for t in range(1, n):
-            for text in self._texts:
-                text.append(output[t - 1])
-            budget = ks[-1]
-            if answer.max_tokens is not None:  # as `Sequence.draft_budget`: one token is the pass's
-                budget = max(0, answer.max_tokens - t - 1)
-            for method, next_round, tallies in zip(self._methods, due, counts, strict=True):
-                turn = [i for i, at in enumerate(next_round) if at == t]
-                if not turn:
-                    continue
-                wanted = [min(ks[i], budget) for i in turn]
-                drafts = method.propose(wanted) if budget else [[]] * len(turn)
-                for i, draft in zip(turn, drafts, strict=True):
-                    agreed = 0
-                    for token in draft:
-                        if t + agreed == n or token != output[t + agreed]:
-                            break
-                        agreed += 1
-                    tally = tallies[i]
-                    tally[_ACCEPTED] += agreed
-                    tally[_PASSES] += 1
-                    if draft:
-                        tally[_FIXED + len(draft) - 1] += 1
-                        if t + agreed == n:
-                            tally[_UNKNOWN] += len(draft) - agreed
-                    next_round[i] = t + agreed + 1
-        if n:
-            for text in self._texts:
-                text.append(output[-1])
-        row = array("q", [max(0, n - 1)])
-        for tallies in counts:
-            for tally in tallies:
-                row.extend(tally)
-        return row
 
     def estimates(self, costs: Costs | None = None, *, alpha: float = ALPHA) -> LogEstimate:
         """All answers together (where there are several cohorts), then each cohort by name."""
@@ -351,9 +373,58 @@ def _best(lines: Sequence[Drafting], costs: Costs | None) -> str:
     return f"open: k = {line.k}, {told}"
 
 
-def replay(answers: Iterable[LoggedAnswer], **settings: Any) -> Replay:
-    """A `Replay` with these settings that has seen all answers."""
-    done = Replay(**settings)
-    for answer in answers:
-        done.add(answer)
-    return done
+
+# --- the answers of a run -----------------------------------------------------------------------
+
+
+def run_answers(
+    opened: Store, run_id: str, corpus: Corpus, tokenizer: Tokenizer
+) -> Iterator[LoggedAnswer]:
+    """Target-only answers of a run's replay, in the order in which they were asked.
+
+    Reruns and the A/A control are left out: they ask again what is there already.
+
+    Raises:
+        UsageError: the run kept none, or corpus or tokenizer are not those of the run.
+    """
+    known = {prompt.prompt_id: prompt for prompt in corpus.prompts}
+    receipts = opened.receipts(
+        run_id,
+        stage=Stage.REPLAY,
+        arm=Arm.TARGET_ONLY,
+        phase=("greedy", "sampled"),
+        outcome=Outcome.OK,
+        warm_up=False,
+    )
+    answers = opened.answers([receipt.receipt_id for receipt in receipts])
+    kept = [r for r in receipts if r.receipt_id in answers]
+    if not kept:
+        raise UsageError(f"{opened.path}: no target-only answers there; run the replay stage first")
+    prompts: dict[str, list[int]] = {}
+    for receipt in kept:
+        prompt_id = receipt.prompt_id
+        prompt = known.get(prompt_id) or known.get(prompt_id.removesuffix(f"@{receipt.route}"))
+        if prompt is None:
+            raise UsageError(
+                f"{opened.path}: prompt {prompt_id!r} is not in the corpus; give the rollout that "
+                "the run was made with (--rollout)"
+            )
+        ids = prompts.setdefault(prompt_id, chat_ids(tokenizer, prompt))
+        if receipt.prompt_tokens not in (None, len(ids)):
+            raise UsageError(
+                f"{opened.path}: prompt {prompt_id!r} has {len(ids)} tokens, the server counted "
+                f"{receipt.prompt_tokens}: give the target's own tokenizer (--tokenizer)"
+            )
+        answer = answers[receipt.receipt_id]
+        output = answer.token_ids
+        if output is None:
+            output = tuple(tokenizer.encode(answer.text, add_special_tokens=False))
+        yield LoggedAnswer(
+            prompt_id=prompt_id,
+            prompt=ids,
+            output=output,
+            task=receipt.task,
+            route=receipt.route,
+            temperature=receipt.temperature,
+            max_tokens=len(output) if receipt.finish_reason == "length" else prompt.max_tokens,
+        )
