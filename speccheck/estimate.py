@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from speccheck import stats
+from speccheck.calibration import TOGETHER, Calibration
 from speccheck.corpus import Corpus
 from speccheck.engine.drafters import NgramIndex
 from speccheck.errors import UsageError
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from speccheck.engine.text import Tokenizer
 
 KS = tuple(range(1, 9))
-OWN_TEXT = "suffix, own text"
+OWN_TEXT = "suffix own text"
 """Suffix drafting that sees no other request's answer: what a cold cache gives."""
 
 _FIXED = 3
@@ -88,7 +89,7 @@ class Drafting:
     """One method at one proposal length in one cohort; prompts are the clusters of each interval.
 
     `saved_share` is the share of the target's decode passes that would not run, before what drafts
-    and verification cost; `speedup` is after it, None without costs.
+    and verification cost; `speedup` is after it, by load, empty without costs.
     """
 
     method: str
@@ -103,9 +104,29 @@ class Drafting:
     coverage: Estimate
     tokens_per_pass: Estimate
     saved_share: Estimate
-    speedup: Estimate | None
-    saved_passes: float | None
-    """Modelled, in target-equivalent passes, after costs (STATS.md 2.2); None without costs."""
+    speedup: Mapping[str, Estimate]
+    """Load -> decode tokens over the cost of all rounds, in target-equivalent passes (STATS.md
+    2.2): 1 is target-only. Loads at which this k is not calibrated are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Which proposal length pays most with one method at one load."""
+
+    method: str
+    load: str
+    k: int
+    speedup: Estimate
+
+    @property
+    def words(self) -> str:
+        """The finding, decided by the interval."""
+        told = f"{self.speedup.value:.2f}x ({self.speedup.low:.2f} to {self.speedup.high:.2f})"
+        if self.speedup.low > 1:
+            return f"k = {self.k}, {told}"
+        if self.speedup.high < 1:
+            return f"target-only; k = {self.k} comes closest, {told}"
+        return f"open; k = {self.k} comes out best, {told}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +142,8 @@ class CohortEstimate:
     decode_tokens: int
     """Tokens after each answer's first, which the prompt's own pass gives."""
     drafting: tuple[Drafting, ...]
-    best: Mapping[str, str]
-    """Method -> the proposal length that pays most, in words; "not estimated" without costs."""
+    best: tuple[Best, ...]
+    """Per method and load; empty without costs: not estimated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +249,7 @@ class Replay:
         if suffix is not None:
             drafter = SuffixDrafter(suffix)
             self._texts.append(drafter)
-            self._methods.append(
-                Method(OWN_TEXT, lambda ks: drafter.propose(ks, own_only=True))
-            )
+            self._methods.append(Method(OWN_TEXT, lambda ks: drafter.propose(ks, own_only=True)))
             if suffix.max_cached_requests > 0:
                 self._methods.append(Method("suffix", drafter.propose))
         self._cohorts: dict[tuple[str, str, str], _Cohort] = {}
@@ -246,8 +265,14 @@ class Replay:
         self.n_answers += 1
         self.n_tokens += len(answer.output)
 
-    def estimates(self, costs: Costs | None = None, *, alpha: float = ALPHA) -> LogEstimate:
-        """All answers together (where there are several cohorts), then each cohort by name."""
+    def estimates(
+        self, costs: Mapping[str, Costs] | None = None, *, alpha: float = ALPHA
+    ) -> LogEstimate:
+        """All answers together (where there are several cohorts), then each cohort by name.
+
+        `costs` are by load, in words.
+        """
+        costs = costs or {}
         found = [self._cohort(cohort, costs, alpha) for _, cohort in sorted(self._cohorts.items())]
         if len(found) > 1:
             whole = _Cohort("", "", "")
@@ -275,7 +300,7 @@ class Replay:
             )
         return LogEstimate(tuple(found), tuple(notes))
 
-    def _cohort(self, cohort: _Cohort, costs: Costs | None, alpha: float) -> CohortEstimate:
+    def _cohort(self, cohort: _Cohort, costs: Mapping[str, Costs], alpha: float) -> CohortEstimate:
         table = np.array([list(row) for row in cohort.rows.values()], float)
         tokens = table[:, 0]
         lines = []
@@ -294,10 +319,12 @@ class Replay:
             answers=cohort.answers,
             decode_tokens=int(tokens.sum()),
             drafting=tuple(lines),
-            best={
-                method.name: _best([line for line in lines if line.method == method.name], costs)
+            best=tuple(
+                best
                 for method in self._methods
-            },
+                for load in costs
+                if (best := _best([d for d in lines if d.method == method.name], load))
+            ),
         )
 
 
@@ -311,16 +338,15 @@ def _drafting(
     k: int,
     tokens: stats.Floats,
     part: stats.Floats,
-    costs: Costs | None,
+    costs: Mapping[str, Costs],
     alpha: float,
 ) -> Drafting:
-    """`tokens` (prompts,) are decode tokens, `part` (prompts, 3 + k) what `_Cohort.rows` holds."""
+    """`tokens` (prompts,) are decode tokens, `part` (prompts, 3 + k) `replay`'s counts of one k."""
     accepted, unknown, passes = part[:, _ACCEPTED], part[:, _UNKNOWN], part[:, _PASSES]
     steps = part[:, _FIXED:]
     drafted = steps @ np.arange(1, k + 1)
     verified = steps.sum(axis=1)
-    saved = stats.clustered_ratio(tokens - passes, tokens, alpha=alpha)
-    spent = None if costs is None else _spent(k, passes, drafted, steps, costs)
+    spent = {load: _spent(k, passes, drafted, steps, cost) for load, cost in costs.items()}
     return Drafting(
         method=method,
         k=k,
@@ -332,46 +358,47 @@ def _drafting(
         acceptance=stats.acceptance_rate(accepted, drafted - unknown, alpha=alpha),
         coverage=stats.acceptance_rate(verified, passes, alpha=alpha),
         tokens_per_pass=stats.clustered_ratio(tokens, passes, alpha=alpha),
-        saved_share=saved,
-        speedup=None if spent is None else stats.clustered_ratio(tokens, spent, alpha=alpha),
-        saved_passes=None if spent is None else float((tokens - spent).sum()),
+        saved_share=stats.clustered_ratio(tokens - passes, tokens, alpha=alpha),
+        speedup={
+            load: stats.clustered_ratio(tokens, cost, alpha=alpha)
+            for load, cost in spent.items()
+            if cost is not None
+        },
     )
 
 
 def _spent(
     k: int, passes: stats.Floats, drafted: stats.Floats, steps: stats.Floats, costs: Costs
 ) -> stats.Floats | None:
-    """Cost of a cohort's rounds in target-equivalent passes; None where k is not calibrated.
-
-    A shorter draft that was not calibrated is charged what the next longer one costs.
-    """
-    extra = []
-    for drafts in range(1, k + 1):
-        known = [n for n in costs.verify if n >= drafts]
-        if k not in costs.verify or not known:
-            return None
-        extra.append(costs.verify[min(known)] - 1 + costs.rollback)
+    """Cost of a cohort's rounds in target-equivalent passes; None where k is not calibrated."""
+    try:
+        extra = [costs.verify_at(n) - 1 + costs.rollback for n in range(1, k + 1)]
+    except KeyError:
+        return None
     spent: stats.Floats = passes + costs.draft * drafted + steps @ np.array(extra)
     return spent
 
 
-def _best(lines: Sequence[Drafting], costs: Costs | None) -> str:
-    """The proposal length with the largest speed-up, and whether its interval is above 1."""
-    if costs is None:
-        return "not estimated: no costs given"
-    priced = [(line, line.speedup) for line in lines if line.speedup is not None]
+def _best(lines: Sequence[Drafting], load: str) -> Best | None:
+    """The proposal length with the largest speed-up; None where nothing is known."""
+    priced = [d for d in lines if load in d.speedup and d.speedup[load].is_known]
     if not priced:
-        return "not estimated: no cost of a verify step at these k"
-    line, speedup = max(priced, key=lambda pair: pair[1].value)
-    told = f"{speedup.value:.2f}x ({speedup.low:.2f} to {speedup.high:.2f})"
-    if not speedup.is_known:
-        return "not estimated: nothing was decoded"
-    if speedup.low > 1:
-        return f"k = {line.k}, {told}"
-    if speedup.high < 1:
-        return f"target-only: the best, k = {line.k}, costs more than it saves, {told}"
-    return f"open: k = {line.k}, {told}"
+        return None
+    line = max(priced, key=lambda d: d.speedup[load].value)
+    return Best(line.method, load, line.k, line.speedup[load])
 
+
+def lookup_costs(calibrated: Mapping[int, Calibration]) -> dict[str, Costs]:
+    """What lookup drafting costs at each batch size that was calibrated; the rest is left out.
+
+    A lookup costs nothing beside the verify step, so c and o are 0. Where a calibration could not
+    tell a draft model's cost from the verify step's, its V is not one of lookup drafting.
+    """
+    return {
+        f"{batch} at once": Costs(0.0, found.costs.verify)
+        for batch, found in sorted(calibrated.items())
+        if found.note != TOGETHER
+    }
 
 
 # --- the answers of a run -----------------------------------------------------------------------

@@ -163,7 +163,7 @@ class SuffixTree:
                 node, at = child, at + len(child)
 
     def paths(self, grown: Growing, before: Sequence[int], most: int) -> Iterator[Path]:
-        """Continuations of the text's end, for growing match lengths; some that cannot win left out.
+        """Continuations of the text's end, for growing match lengths that can win.
 
         `before` are the tokens in front of the text (a prompt that the tree does not hold), which
         matches may reach into. `most` is the longest draft wanted.

@@ -105,7 +105,7 @@ def test_drafts_are_those_of_the_definition(
 
 
 def test_a_worked_example() -> None:
-    """After A B C, A B D, A B the tokens C and D tie, the first stays; after one more D it leads."""
+    """After A B C and A B D the tokens C and D tie and the first stays; one more D, and D leads."""
     drafter = SuffixDrafter(SuffixSettings())
     drafter.begin([1, 2, 3, 1, 2, 4, 1])
     drafter.append(2)
@@ -116,7 +116,7 @@ def test_a_worked_example() -> None:
 
 
 def test_answers_of_other_requests_are_seen_and_forgotten() -> None:
-    """A request drafts from the answer before it; once that is dropped from the cache, it cannot."""
+    """A request drafts from the answer before it, until that is dropped from the cache."""
     drafter = SuffixDrafter(SuffixSettings(max_cached_requests=2))
     drafter.begin([])
     for token in (5, 6, 7, 8):

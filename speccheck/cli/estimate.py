@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import re
-import sys
+import textwrap
 import time
 from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,7 +18,7 @@ from speccheck.cli.shell import PATH, print_json, reader_may_leave
 from speccheck.errors import UsageError
 
 if TYPE_CHECKING:
-    from speccheck.estimate import CohortEstimate, Drafting, LogEstimate
+    from speccheck.estimate import Drafting, LogEstimate
     from speccheck.logs import LoggedAnswer, Reading
     from speccheck.records import Estimate
     from speccheck.speed import Costs
@@ -62,8 +64,20 @@ _EVERY_S = 2.0
     "--suffix-max-cached-requests", type=click.IntRange(0), default=10_000, show_default=True
 )
 @click.option("--suffix-max-spec-factor", type=click.FloatRange(0), default=1.0, show_default=True)
-@click.option("--suffix-min-token-prob", type=click.FloatRange(0, 1), default=0.1, show_default=True)
-@click.option("--draft-cost", type=click.FloatRange(0), default=None, help="One draft, in passes.")
+@click.option(
+    "--suffix-min-token-prob", type=click.FloatRange(0, 1), default=0.1, show_default=True
+)
+@click.option(
+    "--costs",
+    "costs_dir",
+    type=PATH,
+    default=None,
+    metavar="DIR",
+    help="Run that holds a calibration of the target (`speccheck sweep` makes one).",
+)
+@click.option(
+    "--draft-cost", type=click.FloatRange(0), default=None, help="One draft step, in plain passes."
+)
 @click.option(
     "--verify-cost",
     default=None,
@@ -87,6 +101,7 @@ def estimate(
     suffix_max_cached_requests: int,
     suffix_max_spec_factor: float,
     suffix_min_token_prob: float,
+    costs_dir: Path | None,
     draft_cost: float | None,
     verify_cost: str | None,
     limit: int | None,
@@ -108,8 +123,7 @@ def estimate(
     \b
     Example:
       speccheck estimate answers.jsonl --ngram 2-4
-      speccheck estimate --from-run demo --draft-cost 0 \\
-        --verify-cost 1:1.05,2:1.09,4:1.2,8:1.5
+      speccheck estimate --from-run demo --verify-cost 2:1.09,4:1.2,8:1.5
     """
     from speccheck.estimate import Replay
     from speccheck.logs import Reading, open_tokenizer, read_batch_input
@@ -117,7 +131,7 @@ def estimate(
 
     if bool(logs) == (from_run is not None):
         raise UsageError("estimate: give LOGS, or --from-run DIR")
-    costs = _costs(draft_cost, verify_cost)
+    costs = _costs(costs_dir, draft_cost, verify_cost)
     settings = SuffixSettings(
         suffix_max_tree_depth,
         suffix_max_cached_requests,
@@ -129,26 +143,16 @@ def estimate(
         ngrams=[_sizes(text) for text in ngrams],
         suffix=settings if suffix else None,
     )
-    opened = []
-
-    def once() -> object:
-        if not opened:
-            opened.append(open_tokenizer(tokenizer or "packaged"))
-        return opened[0]
-
     reading = Reading(
-        once,  # type: ignore[arg-type]
+        cache(lambda: open_tokenizer(tokenizer or "packaged")),
         skip_bad=skip_bad,
         batch_input={} if prompts is None else read_batch_input(prompts),
     )
     total = sum(path.stat().st_size for path in logs if path.is_file())
-    if from_run is None:
-        answers = (answer for path in logs for answer in reading.answers(path))
-    else:
+    answers: Iterable[LoggedAnswer] = (a for path in logs for a in reading.answers(path))
+    if from_run is not None:
         answers = _of_run(from_run, run_id, rollout, tokenizer)
-    for n, answer in enumerate(_told(answers, reading, total)):
-        if n == limit:
-            break
+    for answer in islice(_told(answers, reading, total), limit):
         replay.add(answer)
     found = replay.estimates(costs)
     notes = [*found.notes, *_notes(reading, packaged=tokenizer is None)]
@@ -167,3 +171,191 @@ def estimate(
             )
         else:
             _page(found, notes)
+
+
+# --- parsing ------------------------------------------------------------------------------------
+
+
+def _lengths(text: str) -> list[int]:
+    """Proposal lengths: "1-8", "4" or "1,2,4"."""
+    found: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if not 1 <= low <= high <= 64:
+            raise UsageError(f"--k {text!r}: give lengths from 1 to 64, such as 1-8 or 1,2,4")
+        found += range(low, high + 1)
+    return found
+
+
+def _sizes(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if not 1 <= low <= high:
+        raise UsageError(f"--ngram {text!r}: give prompt_lookup_min-prompt_lookup_max, such as 2-4")
+    return low, high
+
+
+def _costs(folder: Path | None, draft: float | None, verify: str | None) -> dict[str, Costs]:
+    from speccheck.speed import Costs
+
+    if folder is not None and (draft is not None or verify is not None):
+        raise UsageError("give --costs, or --draft-cost and --verify-cost, not both")
+    if folder is not None:
+        return _calibrated(folder)
+    if verify is None:
+        if draft is not None:
+            raise UsageError("--draft-cost alone prices nothing; give --verify-cost too")
+        return {}
+    steps: dict[int, float] = {}
+    for part in verify.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+(?:\.\d+)?)\s*", part)
+        if not match or int(match[1]) < 1:
+            raise UsageError(f"--verify-cost {verify!r}: give K:COST pairs, such as 1:1.02,4:1.1")
+        steps[int(match[1])] = float(match[2])
+    return {"given costs": Costs(draft or 0.0, steps)}
+
+
+def _calibrated(folder: Path) -> dict[str, Costs]:
+    """Costs of lookup drafting from a run's calibration."""
+    from speccheck import calibration, outcome
+    from speccheck.estimate import lookup_costs
+    from speccheck.records import CALIBRATION
+
+    with outcome.open_store(folder) as store:
+        run = outcome.pick_run(store, None)
+        found = calibration.calibrate(store.receipts(run, stage=CALIBRATION))
+    costs = lookup_costs(found)
+    if not costs:
+        why = "no calibration in it" if not found else "its verify cost has a draft model's in it"
+        raise UsageError(f"{folder}: {why}; `speccheck sweep` calibrates, or give --verify-cost")
+    return costs
+
+
+# --- answers ------------------------------------------------------------------------------------
+
+
+def _of_run(
+    folder: Path, run_id: str | None, rollout: Path | None, tokenizer: str | None
+) -> list[LoggedAnswer]:
+    """The target-only answers that a run kept, with the prompts of its corpus."""
+    from speccheck import context, estimate, logs, outcome
+    from speccheck.config import PACKAGED, package_dir
+    from speccheck.corpus import load_corpus
+    from speccheck.records import Arm
+
+    with outcome.open_store(folder) as store:
+        run = store.run(outcome.pick_run(store, run_id))
+        settings = run.config["rollout"]["corpus"]
+        if rollout is not None:
+            corpus = context.read_rollout(rollout)[2]
+        elif list(settings["paths"]) == [PACKAGED]:
+            corpus = load_corpus(sorted(package_dir("corpora").glob("*.jsonl")))
+            if settings["limit_per_task"] is not None:
+                corpus = corpus.limited(settings["limit_per_task"])
+        else:
+            raise UsageError(f"{folder}: its prompts are your own files; give --rollout too")
+        if corpus.digest != run.corpus_digest:
+            raise UsageError(f"{folder}: the corpus is not the one that this run was measured on")
+        arm = context.latest_arms(store, run.run_id).get(Arm.TARGET_ONLY)
+        captured = {} if arm is None else arm.config.get("vllm_config", {}).get("model_config", {})
+        model = Path(str(captured.get("model", "")))
+        known = str(model) if (model / "tokenizer.json").is_file() else PACKAGED
+        opened = logs.open_tokenizer(tokenizer or known)
+        return list(estimate.run_answers(store, run.run_id, corpus, opened))
+
+
+def _told(
+    answers: Iterable[LoggedAnswer], reading: Reading, total_bytes: int
+) -> Iterator[LoggedAnswer]:
+    """The answers, with a line on standard error every two seconds."""
+    last = time.monotonic()
+    for n, answer in enumerate(answers, start=1):
+        yield answer
+        now = time.monotonic()
+        if now - last >= _EVERY_S:
+            last = now
+            share = f" ({reading.bytes_read / total_bytes:.0%} of the file)" if total_bytes else ""
+            click.echo(f"  {n:,} answers{share}", err=True)
+
+
+def _notes(reading: Reading, *, packaged: bool) -> list[str]:
+    notes = []
+    if reading.retokenised:
+        notes.append(
+            f"{reading.retokenised:,} answers came as text and were cut into tokens again, not "
+            "always as the model wrote them"
+            + (
+                ", and with the packaged tokenizer: if it is not the target's, all figures are "
+                "rough (--tokenizer)"
+                if packaged
+                else ""
+            )
+        )
+    if reading.skipped.n:
+        notes.append(
+            f"{reading.skipped.n:,} lines left out, the first: {reading.skipped.complaints[0]}"
+        )
+    if reading.ignored:
+        names = ", ".join(f"{name} ({n:,})" for name, n in reading.ignored.most_common(8))
+        notes.append(f"keys that mean nothing here: {names}")
+    return notes
+
+
+# --- the page -----------------------------------------------------------------------------------
+
+
+def _page(found: LogEstimate, notes: list[str]) -> None:
+    """All figures, then what they come to, 80 columns wide."""
+    from speccheck.console import printable
+
+    for cohort in found.cohorts:
+        click.echo(
+            f"{printable(cohort.name)}: {cohort.prompts:,} prompts, {cohort.answers:,} answers, "
+            f"{cohort.decode_tokens:,} decode tokens"
+        )
+        method = ""
+        for line in cohort.drafting:
+            if line.method != method:
+                method = line.method
+                click.echo(f"  {method:<16}{_heading(line)}")
+            click.echo(_row(line))
+        click.echo("")
+    click.echo("Intervals: 5 % on each side, prompts as clusters (n: prompts with drafts).")
+    click.echo("saved: share of the target's decode passes, before costs of draft and verify.")
+    for note in notes:
+        click.echo(textwrap.fill(f"Note: {printable(note)}.", 80, subsequent_indent="  "))
+    click.echo("")
+    if not found.cohorts[0].best:
+        click.echo("Best k: not estimated without costs; give --costs DIR or --verify-cost.")
+        return
+    click.echo("Best k, after costs:")
+    for cohort in found.cohorts:
+        click.echo(f"  {printable(cohort.name)}")
+        for best in cohort.best:
+            click.echo(f"    {best.method}, {best.load}: {best.words}")
+
+
+def _heading(line: Drafting) -> str:
+    last = "speed-up" if len(line.speedup) == 1 else "tokens/pass"
+    return f"{'acceptance':<20}{'n':>5} coverage  {last:<19} saved"
+
+
+def _row(line: Drafting) -> str:
+    last = line.tokens_per_pass
+    if len(line.speedup) == 1:
+        (last,) = line.speedup.values()
+    return (
+        f"    k = {line.k:<10}{_interval(line.acceptance):<20}{line.acceptance.n:>5}"
+        f"{_percent(line.coverage):>9}  {_interval(last):<19}{_percent(line.saved_share):>6}"
+    )
+
+
+def _interval(estimate: Estimate) -> str:
+    if not estimate.is_known:
+        return "no draft"
+    return f"{estimate.value:.2f} ({estimate.low:.2f} to {estimate.high:.2f})"
+
+
+def _percent(estimate: Estimate) -> str:
+    return f"{estimate.value:.0%}" if estimate.is_known else "-"

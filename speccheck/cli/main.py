@@ -19,6 +19,7 @@ import click
 
 from speccheck import __version__
 from speccheck.cli.data import corpus, receipts
+from speccheck.cli.estimate import estimate
 from speccheck.cli.shell import (
     PATH,
     STAGES,
@@ -394,5 +395,5 @@ def packet(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
     return ExitCode.JUDGED_BAD if written.missing else ExitCode.PASS
 
 
-for _command in (receipts, corpus):
+for _command in (receipts, corpus, estimate):
     cli.add_command(_command)
