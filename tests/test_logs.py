@@ -147,8 +147,20 @@ values = st.recursive(
     max_leaves=6,
 )
 names = st.sampled_from(
-    "prompt messages output output_token_ids prompt_token_ids temperature custom_id response id "
-    "task max_tokens finish_reason".split()
+    [
+        "prompt",
+        "messages",
+        "output",
+        "output_token_ids",
+        "prompt_token_ids",
+        "temperature",
+        "custom_id",
+        "response",
+        "id",
+        "task",
+        "max_tokens",
+        "finish_reason",
+    ]
 )
 
 
