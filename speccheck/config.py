@@ -93,6 +93,8 @@ class RuleLimits(Model):
     max_error_rate: Share | None = None
     max_unsupported_requests: Count | None = None
     max_quality_regression_cases: Count | None = None
+    max_quality_loss: Fraction | None = None
+    max_output_drift: Fraction | None = None
     max_lossless_violations: Count | None = None
     min_structured_output_validity: Share | None = None
     max_protected_delay: Fraction | None = None
@@ -203,8 +205,12 @@ class ReplayConfig(Model):
     concurrency: Positive = 8
     control_concurrency: Positive = 1
     """Concurrency of the A/A control: another batch size than `concurrency`, on purpose."""
-    confirmations: Annotated[int, Field(ge=2, strict=True)] = 3
-    """K: reruns on both arms that make a regression case confirmed at temperature 0."""
+    confirmations: Annotated[int, Field(ge=2, strict=True)] | None = None
+    """K: runs on both arms that make a regression case confirmed at temperature 0; None: by the
+    number of cases."""
+    ties: Literal["count", "aggregate_only"] = "count"
+    """Whether regressions that begin at a numerical tie count against the zero limit, or are left
+    to max_quality_loss."""
 
 
 class ShadowConfig(Model):

@@ -22,10 +22,13 @@ from speccheck.records import Estimate, Finding, Measurement, Stage, Verdict
 ALPHA_FAIL = 0.01
 """Level of failing, over all rules and cohorts of one judgement together."""
 
+QUALITY_MARGIN = 0.02
+"""Rise of wrong or malformed answers, as a share of all, that is certainly too much."""
+
 SMALL_SHARE = 0.1
 """A cohort with a smaller share of the route's requests need not pass; it must not fail."""
 
-Kind = Literal["regression", "rate", "share", "tokens", "count", "speedup"]
+Kind = Literal["regression", "rate", "share", "difference", "tokens", "count", "speedup"]
 
 _LIVE = (Stage.SHADOW, Stage.CANARY)
 _ALL = (Stage.REPLAY, Stage.SHADOW, Stage.CANARY)
@@ -77,18 +80,26 @@ class Rule:
     @property
     def unit(self) -> str:
         """Unit of estimate and limit in a finding."""
-        return {"regression": "ratio", "speedup": "ratio", "rate": "share"}.get(
-            self.kind, self.kind
-        )
+        return {
+            "regression": "ratio",
+            "speedup": "ratio",
+            "rate": "share",
+            "difference": "share",
+        }.get(self.kind, self.kind)
 
 
 @dataclass(frozen=True, slots=True)
 class RuleLimit:
-    """What a user set for one rule: the limit as configured, perhaps a minimum n, a dry run."""
+    """What a user set for one rule: the limit as configured, perhaps a minimum n, a dry run.
+
+    `must_pass` is False for what is judged although nobody set it: it must not fail, and what it
+    leaves open is shown without being counted.
+    """
 
     limit: float
     min_n: int | None = None
     counted: bool = True
+    must_pass: bool = True
 
 
 def _slower(name: str, metric: str, subject: str, pairs: int, meaning: str) -> Rule:
@@ -230,6 +241,37 @@ RULES: dict[str, Rule] = {
             any_workload=True,
         ),
         Rule(
+            "max_quality_loss",
+            "quality_difference",
+            "max",
+            "difference",
+            "loss of passes",
+            (Stage.REPLAY,),
+            100,
+            10,
+            "Graded passes lost minus gained, as a share of the cases, unstable ones included. Not"
+            " certain to be over 2 % wherever max_quality_regression_cases is judged; where it is"
+            " set, each task must be certain to be within it.",
+            counts="cases",
+            any_workload=True,
+        ),
+        Rule(
+            "max_output_drift",
+            "output_drift",
+            "max",
+            "difference",
+            "rise of faults of form",
+            (Stage.REPLAY,),
+            100,
+            10,
+            "Answers cut at the token limit, past a stop string, malformed, empty, going in circles,"
+            " refused or in another language, more often than on target-only. Not certain to be"
+            " over 2 % wherever max_quality_regression_cases is judged.",
+            slices="no_fail",
+            counts="cases",
+            any_workload=True,
+        ),
+        Rule(
             "max_lossless_violations",
             "lossless_violations",
             "max",
@@ -324,6 +366,7 @@ def judge(
         for name, limit in _with_implied(rules, stage).items()
         if stage in RULES[name].stages
     ]
+    limit_of = {rule.name: limit for rule, limit in asked}
     mine = [m for m in measurements if m.route == route and m.stage == stage]
     known = {m.metric for m in mine if _is_whole(m.estimate)}
     jobs = [
@@ -362,7 +405,9 @@ def judge(
     findings = [
         f
         for f in findings
-        if not f.cohort or f.verdict is Verdict.FAIL or RULES[f.rule].slices == "pass"
+        if not f.cohort
+        or f.verdict is Verdict.FAIL
+        or (RULES[f.rule].slices == "pass" and limit_of[f.rule].must_pass)
     ]
     measured = {rule.name for rule, _, _ in jobs}
     findings += [
@@ -376,7 +421,7 @@ def judge(
             rule.metric_limit(limit.limit),
             rule.unit,
             f"{rule.subject} was not measured in this stage, so the rule cannot be judged",
-            counted=limit.counted,
+            counted=limit.counted and limit.must_pass,
         )
         for rule, limit in asked
         if rule.name not in measured
@@ -423,12 +468,18 @@ def _is_timed(finding: Finding) -> bool:
 
 
 def _with_implied(rules: Mapping[str, RuleLimit], stage: Stage) -> dict[str, RuleLimit]:
-    """What is judged though not set: refusals beside errors, and in shadow whether it pays."""
+    """What is judged though not set: refusals beside errors, in shadow whether it pays, and beside
+    regression cases the aggregate of all cases and the form of the answers.
+    """
     implied = dict(rules)
     if "max_error_rate" in rules and "max_unsupported_requests" not in rules:
         implied["max_unsupported_requests"] = RuleLimit(0, counted=rules["max_error_rate"].counted)
     if stage == Stage.SHADOW and rules and "min_speedup" not in rules:
         implied["min_speedup"] = RuleLimit(1.0)
+    if "max_quality_regression_cases" in rules:
+        counted = rules["max_quality_regression_cases"].counted
+        for name in ("max_quality_loss", "max_output_drift"):
+            implied.setdefault(name, RuleLimit(QUALITY_MARGIN, counted=counted, must_pass=False))
     return implied
 
 
@@ -545,7 +596,9 @@ def _finding(
                 "; nothing at all is accepted: the draft or head does not belong to this target or"
                 " is loaded under the wrong method name"
             )
-    counted = limit.counted
+    counted = limit.counted and (limit.must_pass or verdict is Verdict.FAIL)
+    if limit.counted and not counted and verdict is not Verdict.PASS:
+        why += "; it was not set, so it need not pass, it must not fail"
     if m.cohort and m.share < small_share and verdict is not Verdict.FAIL:
         counted = False
         why += f"; a small slice ({m.share:.1%} of requests) need not pass, it must not fail"
@@ -632,7 +685,7 @@ def _figure(rule: Rule, e: Estimate, limit: float) -> str:
         low, high = (1 / e.high if e.high else 0.0), (1 / e.low if e.low > 0 else math.inf)
         value = _apart(1 / e.value, 1 / limit if limit else math.inf, "g")
         return f"{rule.subject} {value} ({low:.3g} to {high:.3g}, n {e.n})"
-    if rule.kind == "share":
+    if rule.kind in ("share", "difference"):
         value = _apart(100 * e.value, 100 * limit, "g")
         return f"{rule.subject} {value}% ({100 * e.low:.3g}% to {100 * e.high:.3g}%, n {e.n})"
     return f"{rule.subject} {_apart(e.value, limit, 'g')} ({e.low:.3g} to {e.high:.3g}, n {e.n})"
@@ -644,6 +697,6 @@ def _limit_text(rule: Rule, limit: float) -> str:
         return f"the limit of {100 * limit:+g}%"
     if rule.kind == "speedup":
         return f"the limit of at least {limit:g}"
-    if rule.kind == "share":
+    if rule.kind in ("share", "difference"):
         return f"the limit of {side} {100 * limit:g}%"
     return f"the limit of {side} {limit:g}"

@@ -361,7 +361,11 @@ def _temperatures(
     """(phases, label, confirming runs) of the two temperatures."""
     settings = run.rollout.replay
     return (
-        (GREEDY_PHASES, "temperature 0", settings.confirmations),
+        (
+            GREEDY_PHASES,
+            "temperature 0",
+            settings.confirmations or quality.confirming_greedy_runs(0),
+        ),
         (SAMPLED_PHASES, f"temperature {settings.sampled_temperature:g}", sampled_runs),
     )
 

@@ -202,7 +202,7 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     confirm = phase("greedy-confirm", 0.0, settings.concurrency)
     suspects = replay.to_confirm(graded, prompts)
     if suspects:
-        again = settings.confirmations - 1
+        again = (settings.confirmations or quality.confirming_greedy_runs(len(prompts))) - 1
         run.drive(
             "confirm, temperature 0",
             plan.closed_loop(confirm, suspects, rng=run.rng("confirm"), repeats=again),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from rule_receipts import pairs, receipt
 
-from speccheck import grading, guardrails, lossless, measure, quality, stats
+from speccheck import drift, grading, guardrails, lossless, measure, quality, stats
 from speccheck.config import load_guardrails
 from speccheck.errors import UsageError
 from speccheck.grading import Structured
@@ -33,6 +33,16 @@ VERDICTS = {
 }
 
 
+def looked(n: int, target: int, speculative: int) -> list[drift.Looked]:
+    """Pairs of which the first few ran to the token limit on one arm, other few on the other."""
+    seen = grading.see("Some words that say little.")
+    sides = [drift.Look(seen, finish_reason="stop"), drift.Look(seen, finish_reason="length")]
+    return [
+        drift.Looked(f"p{i}", sides[i < target], sides[n - i <= speculative], receipt_id=f"r{i}")
+        for i in range(n)
+    ]
+
+
 def measurements(data: dict[str, Any], stage: Stage) -> list[Measurement]:
     """Synthetic evidence of one stage, measured as the stages measure it."""
     rng = np.random.default_rng(7)
@@ -48,6 +58,8 @@ def measurements(data: dict[str, Any], stage: Stage) -> list[Measurement]:
             for i in range(data["quality"].get("candidate", 0))
         ]
         return quality.measure_quality(cases, stage=stage, route="chat", runs=3)
+    if "drift" in data:
+        return drift.measure_drift(looked(**data["drift"]), stage=stage, route="chat")
     if "greedy" in data:
         equal = [Compared(f"p{i}", f"r{i}", 60, None) for i in range(data["greedy"]["equal"])]
         parted = [
@@ -141,6 +153,7 @@ def test_every_rule_names_a_metric_that_someone_emits():
         for data, stage in (
             ({"pairs": {"n": 20}}, Stage.CANARY),
             ({"quality": {"agree": 5}}, Stage.REPLAY),
+            ({"drift": {"n": 5, "target": 0, "speculative": 0}}, Stage.REPLAY),
             ({"greedy": {"equal": 5, "gaps": []}}, Stage.REPLAY),
             ({"structured": {"valid": 5, "n": 5}}, Stage.REPLAY),
             ({"protected": {"blocks": 8, "delay": 1}}, Stage.SHADOW),

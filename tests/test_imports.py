@@ -38,6 +38,7 @@ ORDER = [
     "lossless",
     "grading",
     "quality",
+    "drift",
     "measure",
     "speed",
     "calibration",

@@ -21,7 +21,11 @@ P, F, N = "pass", "fail", "not_applicable"
         ((P, P, P), (F, F), "candidate"),
         ((P, F), (F,), "unstable"),
         ((P, P, P), (F, P, F), "unstable"),
-        ((P, N), (F,), "not_applicable"),
+        ((P, N), (F,), "candidate"),
+        ((P, P, P), (F, F, N), "candidate"),
+        ((P, P, N, P), (F, F, N, F), "regression"),
+        ((N, P), (F,), "not_applicable"),
+        ((P, P), (N, F), "not_applicable"),
         ((), (F,), "not_applicable"),
     ],
 )

@@ -1,9 +1,11 @@
 """Is this answer right for its task? Comparisons are made between arms, never with other models.
 
 `checks` grades one answer by its prompt's check; `texts`, `structured` and `queries` hold the kinds
-of checks, `sandbox` runs what must not run in our process. Answers are hostile input throughout.
+of checks, `sandbox` runs what must not run in our process; `answers` and `endings` look at the form
+of an answer whatever its task. Answers are hostile input throughout.
 """
 
+from speccheck.grading.answers import Seen, see
 from speccheck.grading.checks import KINDS, CodeExecution, grade, structure, validate
 from speccheck.grading.endings import ending_problems
 from speccheck.grading.grade import Grade, GradeOutcome
@@ -14,10 +16,12 @@ __all__ = [
     "CodeExecution",
     "Grade",
     "GradeOutcome",
+    "Seen",
     "Structured",
     "ending_problems",
     "grade",
     "measure_structured_validity",
+    "see",
     "structure",
     "validate",
 ]

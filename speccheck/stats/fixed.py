@@ -500,6 +500,11 @@ def tango(b: int, c: int, n: int, *, alpha: float) -> Estimate:
     """
     if n <= 0:
         return unknown("Tango score interval", n=0, alpha=alpha)
+    low, high = _tango_limits(b, c, n, alpha)
+    return Estimate((b - c) / n, low, high, n, "Tango score interval", alpha)
+
+
+def _tango_limits(b: float, c: float, n: float, alpha: float) -> tuple[float, float]:
     z = float(sp.norm.isf(alpha))
 
     def score(d: float) -> float:
@@ -519,7 +524,46 @@ def tango(b: int, c: int, n: int, *, alpha: float) -> Estimate:
 
     low = -1.0 if value <= -1 else root(z, -1.0, value)
     high = 1.0 if value >= 1 else root(-z, value, 1.0)
-    return Estimate(value, low, high, n, "Tango score interval", alpha)
+    return low, high
+
+
+FEW_CLUSTERS = 5
+"""Clusters that differ, below which their spread says nothing: whole clusters count as one case."""
+
+
+def tango_clustered(
+    b: npt.ArrayLike, c: npt.ArrayLike, n: npt.ArrayLike, *, alpha: float
+) -> Estimate:
+    """Tango's interval where cases come in clusters (one source document, one conversation).
+
+    `b[g]`, `c[g]` and `n[g]` are the counts of cluster g. Counts are divided by the design effect
+    of the difference, never under 1 (the effective sample of Rao and Scott 1992); where fewer than
+    `FEW_CLUSTERS` clusters differ it is the mean cluster size, as if all cases of a cluster were
+    one. `n` of the estimate counts clusters, its value is over all cases.
+
+    Raises:
+        ValueError: arrays of different length.
+    """
+    worse, better, sizes = (np.asarray(x, dtype=np.float64) for x in (b, c, n))
+    if not worse.shape == better.shape == sizes.shape:
+        raise ValueError("counts of clusters of different length")
+    held = sizes > 0
+    worse, better, sizes = worse[held], better[held], sizes[held]
+    total, clusters = float(sizes.sum()), int(sizes.size)
+    if total == clusters:  # each case on its own
+        return tango(int(worse.sum()), int(better.sum()), clusters, alpha=alpha)
+    method = f"Tango score interval, {clusters} clusters (Rao-Scott)"
+    if not clusters:
+        return unknown(method, n=0, alpha=alpha)
+    lost, gained = float(worse.sum()), float(better.sum())
+    value = (lost - gained) / total
+    effect = total / clusters
+    if int(((worse > 0) | (better > 0)).sum()) >= FEW_CLUSTERS:
+        residuals = worse - better - value * sizes
+        spread = clusters / (clusters - 1) * float((residuals**2).sum())
+        effect = max(1.0, spread / max(lost + gained - total * value**2, 1e-12))
+    low, high = _tango_limits(lost / effect, gained / effect, total / effect, alpha)
+    return Estimate(value, low, high, clusters, method, alpha)
 
 
 @dataclass(frozen=True, slots=True)
