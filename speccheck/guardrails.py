@@ -264,7 +264,7 @@ RULES: dict[str, Rule] = {
             (Stage.REPLAY,),
             100,
             10,
-            "Answers cut at the token limit, past a stop string, malformed, empty, going in circles,"
+            "Answers cut at the token limit, past a stop string, malformed, empty, in circles,"
             " refused or in another language, more often than on target-only. Not certain to be"
             " over 2 % wherever max_quality_regression_cases is judged.",
             slices="no_fail",
