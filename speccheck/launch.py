@@ -82,6 +82,21 @@ def arms(rollout: Rollout, log_dir: Path) -> Iterator[Arms]:
         _stop(processes)
 
 
+def describe(rollout: Rollout) -> Arms:
+    """What a rollout's arms are now: attached servers are asked, embedded ones are not started.
+
+    Raises:
+        EngineError: an attached server does not answer.
+        UsageError: settings that no engine takes, or no API key.
+    """
+    if rollout.engine == "attached":
+        return _attach(rollout)
+    return Arms(
+        _embedded_description(rollout, Arm.TARGET_ONLY, None),
+        _embedded_description(rollout, Arm.SPECULATIVE, rollout.speculation),
+    )
+
+
 def differences(pair: Arms) -> dict[str, tuple[Any, Any]]:
     """What differs between the arms beside the speculative config: name -> (target, speculative).
 
@@ -168,13 +183,7 @@ def _start_embedded(
     rollout: Rollout, arm: Arm, speculative: Mapping[str, Any] | None, log_dir: Path
 ) -> tuple[subprocess.Popen[str], str]:
     """One embedded server as a child process; returns it with its URL once it is ready."""
-    settings: dict[str, Any] = {
-        **rollout.embedded.model_dump(exclude={"model"}),
-        "seed": rollout.seed,
-        "speculative_config": dict(speculative) if speculative is not None else None,
-    }
-    if rollout.embedded.model != PACKAGED:
-        settings["model"] = rollout.embedded.model
+    settings = _embedded_settings(rollout, speculative)
     log_dir.mkdir(parents=True, exist_ok=True)
     log_path = log_dir / f"{arm}.log"
     command = [
@@ -198,6 +207,30 @@ def _start_embedded(
     except BaseException:
         _stop([process])
         raise
+
+
+def _embedded_settings(rollout: Rollout, speculative: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What one embedded server is told, in the shape of `EngineSettings.parse`."""
+    settings: dict[str, Any] = {
+        **rollout.embedded.model_dump(exclude={"model"}),
+        "seed": rollout.seed,
+        "speculative_config": dict(speculative) if speculative is not None else None,
+    }
+    if rollout.embedded.model != PACKAGED:
+        settings["model"] = rollout.embedded.model
+    return settings
+
+
+def _embedded_description(
+    rollout: Rollout, arm: Arm, speculative: Mapping[str, Any] | None
+) -> ArmDescription:
+    """What an embedded server of this version would say of itself."""
+    from speccheck import __version__
+    from speccheck.engine.settings import EngineSettings
+
+    settings = EngineSettings.parse(_embedded_settings(rollout, speculative))
+    info = settings.server_info(rollout.embedded.max_model_len)
+    return _description(arm, "", settings.name, __version__, info)
 
 
 def _ready_url(process: subprocess.Popen[str], arm: Arm, log_path: Path) -> str:
@@ -304,15 +337,22 @@ def _describe(arm: Arm, url: str, model: str | None, key: str | None) -> ArmDesc
             f"{arm} server at {url}: no model {model!r}; it serves {', '.join(names)}"
         )
     version = _get_json(url, "/version", key, optional="version") or {}
-    info = _server_info(url, key)
+    said = str(version.get("version", "of unknown version"))
+    return _description(arm, url, model or names[0], said, _server_info(url, key))
+
+
+def _description(
+    arm: Arm, url: str, model: str, version: str, info: Mapping[str, Any]
+) -> ArmDescription:
+    """A server's own account of itself as a description, model files included."""
     engine = info.get("engine") or ("vllm" if "vllm_config" in info else "unknown engine")
     speculative: list[Any] = []
     config = _without_speculation(info, speculative)
     described = ArmDescription(
         arm=arm,
         url=url,
-        engine=f"{engine} {version.get('version', 'of unknown version')}",
-        model=model or names[0],
+        engine=f"{engine} {version}",
+        model=model,
         speculative_config=next((found for found in speculative if found), None),
         config=config,
     )

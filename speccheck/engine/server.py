@@ -16,7 +16,6 @@ import asyncio
 import hashlib
 import json
 import os
-import platform
 import signal
 import socket
 import sys
@@ -466,38 +465,7 @@ class Server:
 
     async def server_info(self, _http: Request) -> Response:
         """GET /server_info: the config; `vllm_config.speculative_config` is where vLLM has it."""
-        config = self.settings.as_config()
-        spec = self.settings.speculative_config
-        return _reply(
-            {
-                "engine": "speccheck",
-                "version": __version__,
-                "settings": config,
-                "vllm_config": {
-                    "model_config": {
-                        "model": str(self.settings.model_dir),
-                        "served_model_name": self.settings.name,
-                        "max_model_len": self.limits.max_model_len,
-                        "dtype": "float32",
-                        "seed": self.settings.seed,
-                        "max_logprobs": self.settings.max_logprobs,
-                    },
-                    "scheduler_config": {
-                        "max_num_seqs": self.settings.max_num_seqs,
-                        "max_num_batched_tokens": self.settings.max_num_batched_tokens,
-                        "max_num_queued_reqs": self.settings.max_num_queued_reqs,
-                        "policy": "priority",
-                    },
-                    "cache_config": {"enable_prefix_caching": self.settings.enable_prefix_caching},
-                    "speculative_config": None if spec is None else spec.as_config(),
-                },
-                "system_env": {
-                    "python": platform.python_version(),
-                    "machine": platform.machine(),
-                    "threads_per_session": 1,
-                },
-            }
-        )
+        return _reply(self.settings.server_info(self.limits.max_model_len))
 
     async def metrics(self, _http: Request) -> Response:
         """GET /metrics."""

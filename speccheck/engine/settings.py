@@ -6,11 +6,13 @@ Every value is checked here, before a model is read, and an unknown key is an er
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from speccheck import __version__
 from speccheck.errors import UsageError
 
 PACKAGED = "packaged"
@@ -173,6 +175,38 @@ class EngineSettings:
         spec = self.speculative_config
         raw["speculative_config"] = None if spec is None else spec.as_config()
         return raw
+
+    def server_info(self, max_model_len: int) -> dict[str, Any]:
+        """What the server answers to GET /server_info: the settings, where vLLM has them."""
+        spec = self.speculative_config
+        return {
+            "engine": "speccheck",
+            "version": __version__,
+            "settings": self.as_config(),
+            "vllm_config": {
+                "model_config": {
+                    "model": str(self.model_dir),
+                    "served_model_name": self.name,
+                    "max_model_len": max_model_len,
+                    "dtype": "float32",
+                    "seed": self.seed,
+                    "max_logprobs": self.max_logprobs,
+                },
+                "scheduler_config": {
+                    "max_num_seqs": self.max_num_seqs,
+                    "max_num_batched_tokens": self.max_num_batched_tokens,
+                    "max_num_queued_reqs": self.max_num_queued_reqs,
+                    "policy": "priority",
+                },
+                "cache_config": {"enable_prefix_caching": self.enable_prefix_caching},
+                "speculative_config": None if spec is None else spec.as_config(),
+            },
+            "system_env": {
+                "python": platform.python_version(),
+                "machine": platform.machine(),
+                "threads_per_session": 1,
+            },
+        }
 
 
 def _known(raw: Mapping[str, Any], cls: Any, where: str) -> None:
