@@ -1,4 +1,4 @@
-"""One streaming OpenAI-compatible client: chunks in, timings and counts out.
+"""One OpenAI-compatible client: chunks (or whole answers) in, timings and counts out.
 
 One function makes the receipts of both arms, so that they are measured with one instrument. A
 chunk is never taken for a token: under speculation one chunk holds several, so tokens are counted
@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import aiohttp
@@ -70,6 +71,11 @@ _PARAMETERS = (
     "priority",
     "ignore_eos",
     "max_tokens",
+    "n",
+    "stream",
+    "tools",
+    "tool_choice",
+    "speculative",
 )
 """Fields a server's refusal may name: those we send, and two that speculation rules out."""
 
@@ -86,6 +92,27 @@ class SpecCounts:
     accepted_per_step: tuple[int, ...] | None = None
     """Of each verify step, in order; None but in vLLM's detailed metrics."""
     drafted_per_step: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OutputLogprob:
+    """One generated token as the server scored it; ids are None where it names no ids.
+
+    `top` lists (token id, logprob) in the order the server sent.
+    """
+
+    token_id: int | None
+    logprob: float
+    top: tuple[tuple[int | None, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A further choice of an answer with n > 1."""
+
+    text: str
+    token_ids: tuple[int, ...] | None
+    finish_reason: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +149,12 @@ class Observation:
     reasoning: str = ""
     tool_calls: str = ""
     """Names and arguments of tool calls as they were streamed, joined per call."""
+    calls: tuple[tuple[str, str], ...] = ()
+    """The same as (name, arguments)."""
+    logprobs: tuple[OutputLogprob, ...] | None = None
+    """Of the first choice; None where none were sent."""
+    others: tuple[Choice, ...] = ()
+    """Choices after the first, by index."""
     counts: SpecCounts | None = None
     counts_note: str = ""
     """Why `counts` is None, in a few words."""
@@ -218,10 +251,17 @@ def request_body(
     if sampler.logprobs is not None:
         body["logprobs"] = True
         body["top_logprobs"] = sampler.logprobs
+        body["return_tokens_as_token_ids"] = True
+    if request.n > 1:
+        body["n"] = request.n
+    if not request.stream:
+        body["stream"] = False
+        del body["stream_options"]
     if request.prompt.response_format is not None:
         body["response_format"] = dict(request.prompt.response_format)
     elif sampler.response_format is not None:
         body["response_format"] = {"type": sampler.response_format}
+    body.update(request.fields)
     body.update(extra or {})
     for name in omit:
         body.pop(name, None)
@@ -263,6 +303,8 @@ async def send(
             if response.status != 200:
                 text = await _error_text(response)
                 stream.fail(*_refusal(response.status, text, body))
+            elif not request.stream:
+                stream.take_whole(await response.read(), time.perf_counter_ns())
             elif response.content_type != "text/event-stream":
                 text = await _error_text(response)
                 stream.fail(
@@ -457,6 +499,21 @@ async def _read_stream(content: aiohttp.StreamReader, stream: _Stream) -> None:
 
 
 @dataclass(slots=True)
+class _Choice:
+    """Everything seen of one choice so far."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: dict[int, tuple[list[str], list[str]]] = field(default_factory=dict)
+    """Pieces of names and of arguments, by index of the call."""
+    logprobs: list[Any] | None = None
+    """As sent."""
+    finish_reason: str | None = None
+    stop_reason: str | None = None
+
+
+@dataclass(slots=True)
 class _Stream:
     """Everything seen of one answer so far."""
 
@@ -464,6 +521,7 @@ class _Stream:
     status: int | None = None
     failure: tuple[Outcome, str, str] | None = None
     is_done: bool = False
+    is_whole: bool = False
     chunks: int = 0
     first_ids_ns: int | None = None
     last_ids_ns: int | None = None
@@ -472,13 +530,9 @@ class _Stream:
     first_content_ns: int | None = None
     last_chunk_ns: int | None = None
     max_gap_ns: int = 0
-    token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: tuple[int, ...] | None = None
-    text: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    tool_calls: dict[int, list[str]] = field(default_factory=dict)
-    finish_reason: str | None = None
-    stop_reason: str | None = None
+    first: _Choice = field(default_factory=_Choice)
+    others: dict[int, _Choice] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
@@ -497,21 +551,35 @@ class _Stream:
                 self.usage = dict(usage)
             if metrics := chunk.get("metrics"):
                 self.metrics = dict(metrics)
-            choices = chunk.get("choices")
-            if choices:
-                self._take_choice(chunk, choices[0], at_ns)
+            for choice in chunk.get("choices") or ():
+                self._take_choice(chunk, choice, choice.get("delta") or {}, at_ns)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as wrong:
             self.fail(Outcome.ERROR, "bad_stream", f"not a chat chunk: {_one_line(wrong)}")
 
-    def _take_choice(self, chunk: dict[str, Any], choice: dict[str, Any], at_ns: int) -> None:
-        delta = choice.get("delta") or {}
+    def take_whole(self, payload: bytes, at_ns: int) -> None:
+        """The body of an answer that was not streamed: one time, that of its end."""
+        self.is_whole = self.is_done = True
+        try:
+            body = json.loads(payload.decode())
+            self.usage = dict(body.get("usage") or {}) or None
+            self.metrics = dict(body.get("metrics") or {}) or None
+            for choice in body["choices"]:
+                self._take_choice(body, choice, choice["message"], at_ns)
+        except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as wrong:
+            self.fail(Outcome.ERROR, "bad_stream", f"not a chat answer: {_one_line(wrong)}")
+
+    def _take_choice(
+        self, chunk: dict[str, Any], choice: dict[str, Any], delta: dict[str, Any], at_ns: int
+    ) -> None:
+        index = choice.get("index")
+        into = self.others.setdefault(_whole(index), _Choice()) if index else self.first
         ids = choice.get("token_ids")
         content = delta.get("content")
         has_output = False
         if ids:
             if set(map(type, ids)) != {int} or not 0 <= min(ids) <= max(ids) < _MAX_COUNT:
                 raise TypeError("token_ids are not token ids")
-            self.token_ids += ids
+            into.token_ids += ids
             self.last_ids_ns = at_ns
             if self.first_ids_ns is None:
                 self.first_ids_ns = at_ns
@@ -519,7 +587,7 @@ class _Stream:
         if content:
             if content.__class__ is not str:
                 raise TypeError("content is not text")
-            self.text.append(content)
+            into.text.append(content)
             self.last_output_ns = at_ns
             if self.first_content_ns is None:
                 self.first_content_ns = at_ns
@@ -527,16 +595,18 @@ class _Stream:
                     self.first_output_ns = at_ns
             has_output = True
         elif thought := delta.get("reasoning") or delta.get("reasoning_content"):
-            self.reasoning.append(str(thought))
+            into.reasoning.append(str(thought))
             self.last_output_ns = at_ns
             if self.first_output_ns is None:
                 self.first_output_ns = at_ns
             has_output = True
         if calls := delta.get("tool_calls"):
-            for call in calls:
+            for i, call in enumerate(calls):
                 function = call.get("function") or {}
-                parts = self.tool_calls.setdefault(call.get("index", 0), [])
-                parts += [str(function.get("name") or ""), str(function.get("arguments") or "")]
+                # Only pieces carry an index: in a whole answer the place is the index.
+                name, arguments = into.calls.setdefault(call.get("index", i), ([], []))
+                name.append(str(function.get("name") or ""))
+                arguments.append(str(function.get("arguments") or ""))
             self.last_output_ns = at_ns
             if self.first_output_ns is None:
                 self.first_output_ns = at_ns
@@ -546,10 +616,12 @@ class _Stream:
             if self.last_chunk_ns is not None and at_ns - self.last_chunk_ns > self.max_gap_ns:
                 self.max_gap_ns = at_ns - self.last_chunk_ns
             self.last_chunk_ns = at_ns
+        if logprobs := choice.get("logprobs"):
+            into.logprobs = (into.logprobs or []) + (logprobs.get("content") or [])
         if reason := choice.get("finish_reason"):
-            self.finish_reason = _clean(str(reason))
+            into.finish_reason = _clean(str(reason))
             stop = choice.get("stop_reason")
-            self.stop_reason = None if stop is None else _clean(str(stop))
+            into.stop_reason = None if stop is None else _clean(str(stop))
         if self.prompt_token_ids is None:
             self.prompt_token_ids = _ids(chunk.get("prompt_token_ids"))
 
@@ -568,24 +640,27 @@ class _Stream:
     ) -> Observation:
         """Close the books: outcome, counts, and what does not add up."""
         done_ns = time.perf_counter_ns()
+        first, others = self.first, [self.others[index] for index in sorted(self.others)]
+        reasons = [choice.finish_reason for choice in (first, *others)]
         if self.failure is None:
-            if self.finish_reason is None:
+            if None in reasons:
                 self.fail(Outcome.INCOMPLETE, "no_finish_reason", "the stream ended in mid-answer")
             elif not self.is_done:
                 self.fail(Outcome.INCOMPLETE, "no_done", "the stream ended without [DONE]")
-            elif self.finish_reason == "abort":
+            elif "abort" in reasons:
                 self.fail(Outcome.CANCELLED, "aborted", "the server aborted the request")
-            elif self.finish_reason == "error":
+            elif "error" in reasons:
                 self.fail(Outcome.ERROR, "server_error", "finish_reason error")
         outcome, error_class, message = self.failure or (Outcome.OK, None, None)
         usage = self.usage or {}
         usage_tokens = _count(usage.get("completion_tokens"))
         completion_tokens, tokens_source = usage_tokens, "usage" if self.usage else "none"
-        if self.token_ids:
-            completion_tokens, tokens_source = len(self.token_ids), "ids"
-            if usage_tokens is not None and usage_tokens != len(self.token_ids):
+        if first.token_ids:
+            completion_tokens = sum(len(choice.token_ids) for choice in (first, *others))
+            tokens_source = "ids"
+            if usage_tokens is not None and usage_tokens != completion_tokens:
                 self.warnings.append(
-                    f"{len(self.token_ids)} token ids received, usage says {usage_tokens}"
+                    f"{completion_tokens} token ids received, usage says {usage_tokens}"
                 )
         prompt_tokens = _count(usage.get("prompt_tokens"))
         if prompt_tokens is None and self.prompt_token_ids is not None:
@@ -596,10 +671,16 @@ class _Stream:
                 f"usage does not add up: {reasoning_tokens} reasoning tokens of "
                 f"{usage_tokens} completion tokens"
             )
-        if completion_tokens is not None and completion_tokens > request.max_tokens:
+        if completion_tokens is not None and completion_tokens > request.max_tokens * request.n:
             self.warnings.append(
                 f"{completion_tokens} completion tokens, {request.max_tokens} were allowed"
             )
+        logprobs: tuple[OutputLogprob, ...] | None = None
+        if first.logprobs is not None:
+            try:
+                logprobs = tuple(map(_output_logprob, first.logprobs))
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                self.warnings.append(f"unreadable logprobs: {_one_line(error)}")
         has_ids = self.first_ids_ns is not None
         counts, note = self._counts(request, body, completion_tokens)
         return Observation(
@@ -609,24 +690,36 @@ class _Stream:
             http_status=self.status,
             error_class=error_class,
             error_message=None if message is None else _redact(message, api_key),
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
-            first_token_ns=self.first_ids_ns if has_ids else self.first_output_ns,
-            first_content_ns=self.first_content_ns,
+            finish_reason=first.finish_reason,
+            stop_reason=first.stop_reason,
+            first_token_ns=None
+            if self.is_whole
+            else self.first_ids_ns
+            if has_ids
+            else self.first_output_ns,
+            first_content_ns=None if self.is_whole else self.first_content_ns,
             last_token_ns=self.last_ids_ns if has_ids else self.last_output_ns,
-            max_chunk_gap_ns=self.max_gap_ns if self.chunks > 1 else None,
-            chunks=self.chunks if self.status == 200 else None,
+            max_chunk_gap_ns=self.max_gap_ns if self.chunks > 1 and not self.is_whole else None,
+            chunks=self.chunks if self.status == 200 and not self.is_whole else None,
             prompt_tokens=prompt_tokens,
             cached_tokens=_detail(usage, "prompt_tokens_details", "cached_tokens"),
             completion_tokens=completion_tokens,
             reasoning_tokens=reasoning_tokens,
             tokens_source=tokens_source,
-            token_ids=tuple(self.token_ids) if self.token_ids else None,
+            token_ids=tuple(first.token_ids) if first.token_ids else None,
             prompt_token_ids=self.prompt_token_ids,
-            text=_clean("".join(self.text)),
-            reasoning=_clean("".join(self.reasoning)),
-            tool_calls=_clean(
-                "\n".join("".join(self.tool_calls[i]) for i in sorted(self.tool_calls))
+            text=_clean("".join(first.text)),
+            reasoning=_clean("".join(first.reasoning)),
+            tool_calls="\n".join("".join(call) for call in _calls(first)),
+            calls=_calls(first),
+            logprobs=logprobs,
+            others=tuple(
+                Choice(
+                    _clean("".join(choice.text)),
+                    tuple(choice.token_ids) if choice.token_ids else None,
+                    choice.finish_reason,
+                )
+                for choice in others
             ),
             counts=counts,
             counts_note=note,
@@ -663,10 +756,32 @@ class _Stream:
             return "target-only"
         if self.usage is None:
             return "no usage chunk, which carries the metrics"
+        if request.n > 1:
+            return "several choices, for which the engine sends no metrics"
         # An integer stop_reason is a stop token, which the engine itself sees.
-        if self.stop_reason is not None and not self.stop_reason.lstrip("-").isdecimal():
+        stop = self.first.stop_reason
+        if stop is not None and not stop.lstrip("-").isdecimal():
             return "ended on a stop string, for which the engine sends no metrics"
         return "the server sent no per-request metrics"
+
+
+def _calls(choice: _Choice) -> tuple[tuple[str, str], ...]:
+    """(name, arguments) of each call, in order."""
+    joined = (choice.calls[index] for index in sorted(choice.calls))
+    return tuple((_clean("".join(name)), _clean("".join(text))) for name, text in joined)
+
+
+def _output_logprob(entry: Mapping[str, Any]) -> OutputLogprob:
+    """From OpenAI's {"token", "logprob", "top_logprobs"}, tokens named "token_id:N" as in vLLM."""
+
+    def token_id(name: str) -> int | None:
+        return int(name.removeprefix("token_id:")) if name.startswith("token_id:") else None
+
+    return OutputLogprob(
+        token_id(entry["token"]),
+        float(entry["logprob"]),
+        tuple((token_id(e["token"]), float(e["logprob"])) for e in entry["top_logprobs"] or ()),
+    )
 
 
 def parse_counts(
@@ -831,13 +946,35 @@ def make_answer(observation: Observation, receipt_id: str) -> Answer:
         observation.token_ids,
         None if counts is None else counts.accepted_per_step,
         None if counts is None else counts.drafted_per_step,
+        _details(observation),
     )
+
+
+def _details(observation: Observation) -> dict[str, Any] | None:
+    """`Answer.details`."""
+    found: dict[str, Any] = {}
+    if observation.logprobs is not None:
+        # A masked token may come as -inf, which JSON does not have.
+        found["logprobs"] = [
+            [p.token_id, _finite(p.logprob), [[t, _finite(value)] for t, value in p.top]]
+            for p in observation.logprobs
+        ]
+    if observation.others:
+        found["choices"] = [asdict(choice) for choice in observation.others]
+    if observation.calls:
+        found["tool_calls"] = [list(call) for call in observation.calls]
+    return found or None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def output_digest(observation: Observation) -> str | None:
     """Digest of the token ids, else of reasoning, text and tool calls; None without output."""
     if observation.token_ids:
-        return digest("output", list(observation.token_ids))
+        ids = [list(observation.token_ids), *(list(c.token_ids or ()) for c in observation.others)]
+        return digest("output", ids if observation.others else ids[0])
     parts = [observation.reasoning, observation.text, observation.tool_calls]
     return digest("text", parts) if any(parts) else None
 
@@ -886,8 +1023,10 @@ def sampling_features(request: PlannedRequest) -> list[str]:
         "stop": bool(sampler.stop),
         "logprobs": sampler.logprobs is not None,
         f"{sampler.response_format}": sampler.response_format is not None,
+        "n": request.n > 1,
     }
     names = {name for name, is_used in in_use.items() if is_used}
+    names |= request.fields.keys() - {"tool_choice"}  # which goes with tools
     return sorted(names.union(request.prompt.features))
 
 

@@ -219,6 +219,12 @@ class PlannedRequest:
     decision: str = "speculate"
     """Policy decision: speculate, target_only or fell_back."""
     decision_reason: str = ""
+    stream: bool = True
+    """False: the answer in one piece, without chunks to time."""
+    n: int = 1
+    """Choices asked for."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the body, as the server knows them: logit_bias, tools, tool_choice ..."""
 
 
 # --- receipts -----------------------------------------------------------------------------------
@@ -431,6 +437,10 @@ class Answer:
     accepted_per_step: tuple[int, ...] | None = None
     """Drafted tokens accepted in each verify step, in order; None where the server does not say."""
     drafted_per_step: tuple[int, ...] | None = None
+    details: Mapping[str, Any] | None = None
+    """What else came with it, plain JSON, None where nothing did: `logprobs`, a list of [token id
+    or null, log-probability, [[token id or null, log-probability], ...]] per token; `choices`, the
+    further ones, each with text, token_ids and finish_reason; `tool_calls`, [name, arguments]."""
 
 
 # --- judgement ----------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     import duckdb
 
 STORE_VERSION = 2
-"""Version of SCHEMA. History: 1, the first; 2, verify steps of answers."""
+"""Version of SCHEMA. History: 1, the first; 2, verify steps and details of answers."""
 
 SCHEMA = """
 CREATE TABLE store_version (
@@ -177,7 +177,8 @@ CREATE TABLE texts (
     text VARCHAR NOT NULL,             -- visible answer
     token_ids BIGINT[],                -- all tokens, reasoning included; NULL where not sent
     accepted_per_step BIGINT[],        -- accepted in each verify step; NULL where not sent
-    drafted_per_step BIGINT[]          -- drafted in each verify step; NULL where not sent
+    drafted_per_step BIGINT[],         -- drafted in each verify step; NULL where not sent
+    details VARCHAR                    -- JSON: log-probabilities, further choices, tool calls
 );
 
 -- Metrics as estimated, before any rule. Derived: a stage that is run again replaces its own.
@@ -503,7 +504,11 @@ class Store:
         if not batch:
             return 0
         receipts = [_receipt_row(receipt) for receipt, _ in batch]
-        answers = [asdict(a) for _, a in batch if a is not None]
+        answers = [
+            asdict(a) | {"details": None if a.details is None else canonical_json(a.details)}
+            for _, a in batch
+            if a is not None
+        ]
         with self._writing():
             added = self._insert("receipts", receipts)
             if answers:
@@ -558,13 +563,19 @@ class Store:
         """Answers in full, by receipt id; ids without one are left out."""
         wanted = list(receipt_ids)
         rows = self._rows(
-            "SELECT receipt_id, text, token_ids, accepted_per_step, drafted_per_step FROM texts "
+            "SELECT receipt_id, text, token_ids, accepted_per_step, drafted_per_step, details "
+            "FROM texts "
             "WHERE receipt_id IN (SELECT unnest(?::VARCHAR[]))",
             [wanted],
         )
         return {
             row[0]: Answer(
-                row[0], row[1], *(None if ids is None else tuple(ids) for ids in row[2:])
+                receipt_id=row[0],
+                text=row[1],
+                token_ids=_tuple(row[2]),
+                accepted_per_step=_tuple(row[3]),
+                drafted_per_step=_tuple(row[4]),
+                details=None if row[5] is None else json.loads(row[5]),
             )
             for row in rows
         }
@@ -952,6 +963,10 @@ its warnings, and is evidence as it stands.
 
 
 # --- rows and records ---------------------------------------------------------------------------
+
+
+def _tuple(values: list[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else tuple(values)
 
 
 def _receipt_row(receipt: Receipt) -> dict[str, Any]:

@@ -560,6 +560,121 @@ def test_no_event_of_any_shape_raises(values, raw):
     assert receipt.outcome in {"error", "incomplete", "ok", "cancelled"}
 
 
+# --- answers in one piece, several choices, log-probabilities ------------------------------------
+
+
+def whole(*choices, usage=None, **more):
+    """A chat answer that is not streamed, as a script."""
+    listed = [{"index": i, **choice} for i, choice in enumerate(choices)]
+    body = {"choices": listed, "usage": usage, **more}
+    return Script([json.dumps(body).encode()], content_type="application/json")
+
+
+def message(text, ids, finish="stop", **more):
+    """One whole choice."""
+    return {
+        "message": {"role": "assistant", "content": text, **more},
+        "token_ids": list(ids),
+        "finish_reason": finish,
+    }
+
+
+async def test_an_answer_in_one_piece_has_its_end_and_no_other_time():
+    """Counts, ids and reasons as in a stream; TTFT and chunks are missing, not invented."""
+    counts = spec_metrics([(2, 4)], 4)
+    script = whole(message("hi", [4, 5, 6]), usage=usage_of(7, 3, cached=4), metrics=counts)
+    request = planned(stream=False)
+    seen = await observe(script, request)
+    assert (seen.outcome, seen.text, seen.token_ids) == (Outcome.OK, "hi", (4, 5, 6))
+    assert (seen.prompt_tokens, seen.completion_tokens, seen.cached_tokens) == (7, 3, 4)
+    assert seen.counts is not None
+    assert seen.counts.accepted_tokens == 2
+    assert (seen.first_token_ns, seen.first_content_ns, seen.chunks) == (None, None, None)
+    receipt = client.make_receipt(seen, request, "r", SPECULATIVE, "v")
+    assert receipt.e2e_s is not None
+    assert (receipt.ttft_s, receipt.tpot_s) == (None, None)
+    assert receipt.output_digest == digest("output", [4, 5, 6])
+    body = client.request_body("m", request)
+    assert body["stream"] is False
+    assert "stream_options" not in body
+
+
+@pytest.mark.parametrize("body", ["no json", "[]", '{"choices": 3}', '{"choices": [{}]}', "{}"])
+async def test_a_broken_whole_answer_is_a_broken_stream(body):
+    """Whatever comes in place of an answer is an error of the server, not an exception here."""
+    script = Script([body.encode()], content_type="application/json")
+    seen = await observe(script, planned(stream=False))
+    assert (seen.outcome, seen.error_class) == (Outcome.ERROR, "bad_stream")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_choices_are_kept_apart_and_counted_together(stream):
+    """Interleaved or whole, out of order or not: texts and ids by index, tokens of all of them."""
+    if stream:
+        chunks = [
+            {"index": 1, "delta": {"content": "b"}, "token_ids": [8]},
+            {"index": 0, "delta": {"content": "a"}, "token_ids": [7, 7]},
+            {"index": 1, "delta": {"content": "B"}, "token_ids": [9], "finish_reason": "length"},
+            {"index": 0, "delta": {}, "finish_reason": "stop"},
+        ]
+        parts = [sse({"choices": [choice]}) for choice in chunks]
+        script = Script([*parts, sse({"choices": [], "usage": usage_of(5, 4)}), DONE])
+    else:
+        script = whole(message("a", [7, 7]), message("bB", [8, 9], "length"), usage=usage_of(5, 4))
+    request = planned(n=2, stream=stream)
+    seen = await observe(script, request)
+    assert (seen.outcome, seen.warnings) == (Outcome.OK, ())
+    assert (seen.text, seen.token_ids, seen.finish_reason) == ("a", (7, 7), "stop")
+    assert seen.others == (client.Choice("bB", (8, 9), "length"),)
+    assert seen.completion_tokens == 4
+    assert seen.counts_note.startswith("several choices")
+    kept = client.make_answer(seen, "x")
+    assert kept.details == {
+        "choices": [{"text": "bB", "token_ids": (8, 9), "finish_reason": "length"}]
+    }
+    assert client.make_receipt(seen, request, "r", SPECULATIVE, "v").features == "n"
+
+
+async def test_a_choice_that_never_ends_makes_the_answer_incomplete():
+    """Each choice needs its own finish_reason."""
+    parts = [sse({"choices": [{"index": i, "delta": {"content": "x"}}]}) for i in (0, 1)]
+    end = sse({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    seen = await observe(Script([*parts, end, DONE]), planned(n=2))
+    assert (seen.outcome, seen.error_class) == (Outcome.INCOMPLETE, "no_finish_reason")
+
+
+async def test_logprobs_are_read_by_id_where_the_server_names_ids():
+    """Over several chunks, in order; names that are no ids leave the id missing."""
+
+    def entry(token, value, *top):
+        return {"token": token, "logprob": value, "top_logprobs": [entry(*t) for t in top]}
+
+    first = {"content": [entry("token_id:5", -0.5, ("token_id:5", -0.5), ("token_id:6", -1.5))]}
+    second = {"content": [entry(" x", -0.25, (" x", -0.25))]}
+    parts = [
+        sse({"choices": [{"index": 0, "delta": {"content": "x"}, "logprobs": logprobs}]})
+        for logprobs in (first, second)
+    ]
+    seen = await observe(Script([*parts, sse(chunk(None, finish="stop")), DONE]))
+    assert seen.logprobs == (
+        client.OutputLogprob(5, -0.5, ((5, -0.5), (6, -1.5))),
+        client.OutputLogprob(None, -0.25, ((None, -0.25),)),
+    )
+    kept = client.make_answer(seen, "x").details
+    assert kept == {"logprobs": [[5, -0.5, [[5, -0.5], [6, -1.5]]], [None, -0.25, [[None, -0.25]]]]}
+
+
+async def test_a_whole_tool_call_reads_as_its_pieces_do():
+    """Name and arguments of each call, whole or streamed."""
+    calls = [
+        {"id": "a", "function": {"name": "find", "arguments": '{"q":1}'}},
+        {"id": "b", "function": {"name": "stop", "arguments": "{}"}},
+    ]
+    seen = await observe(whole(message(None, [1], tool_calls=calls)), planned(stream=False))
+    assert seen.calls == (("find", '{"q":1}'), ("stop", "{}"))
+    assert seen.tool_calls == 'find{"q":1}\nstop{}'
+
+
 # --- the request --------------------------------------------------------------------------------
 
 
@@ -613,6 +728,7 @@ async def test_what_is_sent():
         "stop": ["\n"],
         "logprobs": True,
         "top_logprobs": 3,
+        "return_tokens_as_token_ids": True,
         "response_format": {"type": "json_object"},
         "cache_salt": "s",
         "priority": -1,

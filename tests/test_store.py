@@ -294,7 +294,9 @@ def test_unknown_estimates_stay_nan(store):
 
 def test_texts_are_kept_only_where_given(store):
     """An answer comes back by its receipt, with and without token ids."""
-    with_ids = Answer(receipt(0).receipt_id, "né\x00🙂", (1, 2, 3), (0, 2), (4, 3))
+    with_ids = Answer(
+        receipt(0).receipt_id, "né\x00🙂", (1, 2, 3), (0, 2), (4, 3), {"tool_calls": [["f", "{}"]]}
+    )
     without = Answer(receipt(1).receipt_id, "", None)
     store.append_receipts([(receipt(0), with_ids), (receipt(1), without), (receipt(2), None)])
     ids = [receipt(n).receipt_id for n in range(3)]
