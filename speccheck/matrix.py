@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -52,6 +52,23 @@ DIMENSIONS = (
 
 NEVER_POOLED = 2
 """Route and stage: what is left of a route's canary is not thrown in with its replay."""
+
+SWEPT = 4
+"""Route, stage, concurrency and task make a cell of a sweep, which is taken whole: its rounds are
+planned so, and the unit of its noise is the round."""
+
+MIX_DIMENSIONS = (
+    "task",
+    "temperature_band",
+    "prompt_band",
+    "output_band",
+    "features",
+    "language",
+)
+"""What makes the traffic mix of an arm."""
+
+MIX_ALPHA = 1e-3
+"""Level at which a difference of mix between the arms is beyond chance, over all tests."""
 
 _STAGES = (*(stage.value for stage in Stage), SWEEP)
 _OPEN_LOOP = (Stage.SHADOW, Stage.CANARY)
@@ -125,14 +142,38 @@ class MatrixRow:
     """Share of all requests in the matrix."""
     is_paired: bool = True
     """False for a canary: each request ran on one arm, so the arms are independent samples."""
+    observed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Dimension -> every value that its requests have."""
+    in_flight: int | None = None
+    """Requests at once on the speculative arm: the concurrency of a closed loop; where arrivals set
+    the load, what 95 % of requests found when they were sent, themselves included."""
+    tied: tuple[int, ...] = ()
+    """Proposal lengths that cannot be told from `k`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Requests that the speculative arm turns down for what they ask, on one route."""
+
+    route: str
+    options: tuple[str, ...]
+    """What all of them carry and none that was served does; empty where nothing explains them."""
+    n: int
+    of: int
+    """Speculative requests of the route."""
+    message: str
+    """What the server says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """The workload decision matrix and what to beware of when reading it."""
+    """The workload decision matrix, what to beware of when reading it, and what to do."""
 
     rows: tuple[MatrixRow, ...]
     warnings: tuple[str, ...]
+    advice: tuple[str, ...] = ()
+    """One plain sentence each."""
+    refusals: tuple[Refusal, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,13 +235,26 @@ def workload_matrix(
     *,
     rng: np.random.Generator,
     limits: MatrixLimits = MatrixLimits(),
+    route_limits: Mapping[str, MatrixLimits] | None = None,
     costs: Mapping[int, Costs] | None = None,
     quality: Mapping[str, Mapping[str, CaseStatus]] | None = None,
+    void: Mapping[str, str] | None = None,
+    unrepresentative: Mapping[str, str] | None = None,
     min_pairs: int = 20,
 ) -> Matrix:
-    """Cohorts to rows. `costs` is the calibration per concurrency; `quality` is each prompt's case
-    status, greedy and sampled; cohorts of fewer than `min_pairs` pairs (in a canary: completed
-    requests of the smaller arm) are pooled, and named.
+    """Cohorts to rows.
+
+    Args:
+        receipts: of any stages and routes; warm-up and A/A controls are left out.
+        rng: for the intervals of quantiles.
+        limits: what makes a row a yes.
+        route_limits: in their place, by route.
+        costs: calibrated costs by batch size (concurrency).
+        quality: each prompt's case status in replay, "greedy" and "sampled".
+        void: stage -> why its times are void (our own client was late).
+        unrepresentative: route -> why its prompts are not its own traffic (random token ids).
+        min_pairs: smaller cohorts (in a canary: completed requests of the smaller arm) are pooled,
+            and named.
     """
     counted = _protect_copies(
         [
@@ -210,21 +264,32 @@ def workload_matrix(
             if not (r.warm_up or is_control(r) or (r.kept_off and r.stage in _OPEN_LOOP))
         ]
     )
+    in_flight = _in_flight(counted)
     rows = [
         _row(
             key,
             pooled=pooled,
             members=members,
             total=len(counted),
+            in_flight=in_flight,
             rng=rng,
-            limits=limits,
+            limits=(route_limits or {}).get(members[0].route, limits),
             costs=costs or {},
             quality=quality or {},
+            void=(void or {}).get(members[0].stage, ""),
+            unrepresentative=(unrepresentative or {}).get(members[0].route, ""),
             min_pairs=min_pairs,
         )
         for key, pooled, members in _cohorts(counted, min_pairs)
     ]
-    return Matrix(tuple(rows), tuple(_reversals(rows, counted)))
+    refusals = _refusals(counted)
+    late = [f"{stage}: times are void: {why}" for stage, why in (void or {}).items()]
+    return Matrix(
+        tuple(rows),
+        (*late, *_reversals(rows, counted, void or {}), *_mix_shifts(counted)),
+        tuple(_advice(rows, refusals)),
+        refusals,
+    )
 
 
 def _protect_copies(receipts: Sequence[Receipt]) -> list[Receipt]:
@@ -271,8 +336,12 @@ def _cohorts(
     after the other, least important first; what is left at the end is the rest of its route in
     that stage.
     """
-    found = []
-    rest = list(receipts)
+    swept: dict[tuple[str, ...], list[Receipt]] = defaultdict(list)
+    for r in receipts:
+        if r.stage == SWEEP:
+            swept[_cohort_key(r, SWEPT)].append(r)
+    found = [_cohort(key, members) for key, members in swept.items()]
+    rest = [r for r in receipts if r.stage != SWEEP]
     for dimensions in range(len(DIMENSIONS), NEVER_POOLED - 1, -1):
         groups: dict[tuple[str, ...], list[Receipt]] = defaultdict(list)
         for r in rest:
@@ -281,13 +350,18 @@ def _cohorts(
         for key, members in groups.items():
             if _arms(members).n < min_pairs and dimensions > NEVER_POOLED:
                 rest += members
-                continue
-            whole = _cohort_key(members[0], len(DIMENSIONS))
-            names = {_cohort_name(_cohort_key(r, len(DIMENSIONS))) for r in members}
-            found.append(
-                (key, tuple(sorted(names)), members) if len(names) > 1 else (whole, (), members)
-            )
+            else:
+                found.append(_cohort(key, members))
     return sorted(found, key=lambda cohort: [_natural(part) for part in cohort[0]])
+
+
+def _cohort(
+    key: tuple[str, ...], members: list[Receipt]
+) -> tuple[tuple[str, ...], tuple[str, ...], list[Receipt]]:
+    """(key, names of the small cohorts pooled in it, members); a cohort of its own pools none."""
+    whole = _cohort_key(members[0], len(DIMENSIONS))
+    names = {_cohort_name(_cohort_key(r, len(DIMENSIONS))) for r in members}
+    return (key, tuple(sorted(names)), members) if len(names) > 1 else (whole, (), members)
 
 
 def _natural(text: str) -> tuple[int, int, str]:
@@ -326,10 +400,13 @@ def _row(
     pooled: tuple[str, ...],
     members: list[Receipt],
     total: int,
+    in_flight: Mapping[str, int],
     rng: np.random.Generator,
     limits: MatrixLimits,
     costs: Mapping[int, Costs],
     quality: Mapping[str, Mapping[str, CaseStatus]],
+    void: str,
+    unrepresentative: str,
     min_pairs: int,
 ) -> MatrixRow:
     everything = _arms(members)
@@ -351,7 +428,8 @@ def _row(
     status = Counter(found for kind, p in runs if (found := quality.get(kind, {}).get(p)))
     known = [r for r in drafting if r.verify_steps and r.target_passes]
     cells = tuple(_cells(arms, rng))
-    refused = [r for r in everything.speculative if is_refused(r)]
+    refused = [r for one in by_k.values() for r in one.speculative if is_refused(r)]
+    flights = [in_flight[r.receipt_id] for r in spec if r.receipt_id in in_flight]
     acceptance, length = _acceptance(spec)
     row = MatrixRow(
         cohort=dict(zip(DIMENSIONS, key, strict=True)),
@@ -376,8 +454,8 @@ def _row(
         saved_note=note,
         latency=cells,
         e2e_ratio=best.e2e_ratio if best else None,
-        errors_target=sum(is_error(r) for r in everything.target),
-        errors_speculative=sum(is_error(r) for r in everything.speculative),
+        errors_target=sum(is_error(r) for r in arms.target),
+        errors_speculative=sum(is_error(r) for r in spec),
         refused=len(refused),
         quality_cases=sum(n for s, n in status.items() if s != "not_applicable"),
         quality_regressions=status["regression"],
@@ -386,9 +464,26 @@ def _row(
         why="",
         share=len(members) / total,
         is_paired=arms.is_paired,
+        observed={
+            name: tuple(sorted({str(getattr(r, name)) for r in members}, key=_natural))
+            for name in DIMENSIONS
+        },
+        in_flight=int(load)
+        if is_batch
+        else math.ceil(stats.quantile(flights, 0.95))
+        if flights
+        else None,
+        tied=tie,
     )
     verdict, why = _judge_row(
-        row, n=arms.n, refused=refused, cost=cost, limits=limits, min_pairs=min_pairs, tie=tie
+        row,
+        n=arms.n,
+        refused=refused,
+        cost=cost,
+        limits=limits,
+        void=void,
+        unrepresentative=unrepresentative,
+        min_pairs=min_pairs,
     )
     return replace(row, verdict=verdict, why=why)
 
@@ -410,11 +505,17 @@ def _by_k(members: Sequence[Receipt]) -> dict[int, list[Receipt]]:
 
 
 def _k_result(k: int, arms: _Arms) -> KResult:
-    target, speculative = arms.times(LATENCIES["e2e"])
-    ratio = stats.geometric_mean_ratio if arms.is_paired else stats.unpaired_mean_ratio
-    return KResult(
-        k, arms.n, ratio(target, speculative, alpha=ALPHA), *_acceptance(arms.speculative)
-    )
+    get = LATENCIES["e2e"]
+    target, speculative = arms.times(get)
+    if not arms.is_paired:
+        ratio = stats.unpaired_mean_ratio(target, speculative, alpha=ALPHA)
+    else:
+        # The arms of a sweep take turns: what the machine does to a turn is noise of its round.
+        rounds = [r.block for r in arms.timed(get)[0] if r.stage == SWEEP]
+        ratio = stats.geometric_mean_ratio(
+            target, speculative, alpha=ALPHA, blocks=rounds or None
+        )
+    return KResult(k, arms.n, ratio, *_acceptance(arms.speculative))
 
 
 def _drafting(receipts: Iterable[Receipt]) -> list[Receipt]:
@@ -534,12 +635,12 @@ def _judge_row(
     refused: Sequence[Receipt],
     cost: Costs | None,
     limits: MatrixLimits,
+    void: str,
+    unrepresentative: str,
     min_pairs: int,
-    tie: tuple[int, ...],
 ) -> tuple[MatrixVerdict, str]:
     if row.cohort["priority"] == "protected":
         return "target_only", "protected traffic: speculation must never delay it"
-    units = "pairs" if row.is_paired else "requests on each arm"
     if refused and n < row.refused:
         return "target_only", f"this server refuses it when speculating: {_refused_why(refused)}"
     if row.quality_regressions:
@@ -547,36 +648,62 @@ def _judge_row(
             f"{row.quality_regressions} of {row.quality_cases} prompts fail their check each time"
             " with speculation and pass it each time without"
         )
+    if void:
+        return "inconclusive", f"its times are void: {void}"
+    if unrepresentative:
+        return "inconclusive", (
+            f"not decisive: {unrepresentative}; measure a sample of the route's own traffic"
+        )
     ratio = row.e2e_ratio
-    if ratio is None or not ratio.is_known or n < min_pairs:
+    if ratio is None or not ratio.is_known or n < _needed(row, min_pairs):
         have = f"{n} pairs" if row.is_paired else f"{n} completed requests on the smaller arm"
-        return "inconclusive", f"too little evidence: {have}, {min_pairs} needed"
+        return "inconclusive", f"too little evidence: {have}, {_needed(row, min_pairs)} needed"
     if row.k is None or not row.drafted:
         return "target_only", "nothing was drafted here, so nothing can be saved"
     tail = next((c for c in row.latency if (c.metric, c.quantile) == ("tpot", "p95")), None)
+    takes = f"requests take {_interval(ratio)} times as long as target-only"
     if tail and tail.ratio.low > limits.max_tpot_p95_ratio:
         return "target_only", (
-            f"TPOT p95 is {_interval(tail.ratio)} times target-only, over"
-            f" {limits.max_tpot_p95_ratio:.3g}; {_cause(row, cost)}"
+            f"TPOT p95 {_change(tail.ratio)} is over the limit of"
+            f" {100 * (limits.max_tpot_p95_ratio - 1):+.3g}%; {takes}; {_cause(row, cost)}"
         )
-    if 1 - limits.indifferent < ratio.low <= 1:
-        return "target_only", (
-            f"nothing to gain: requests take {_interval(ratio)} times as long as target-only"
-        )
+    within = _within(tail, limits)
     if ratio.low > 1:
-        return "target_only", (
-            f"requests take {_interval(ratio)} times as long as target-only; {_cause(row, cost)}"
-        )
+        return "target_only", f"{takes}{within}; {_cause(row, cost)}"
+    if 1 - limits.indifferent < ratio.low:
+        return "target_only", f"nothing to gain: {takes}{within}"
     if ratio.high < min(1.0, 1 / limits.min_speedup):
-        also = f"; k {', '.join(map(str, tie))} cannot be told from it" if tie else ""
-        return "speculate", (
-            f"with k {row.k} requests take {_interval(ratio)} times as long as target-only{also}"
-        )
-    needed = stats.needed_for_interval(ratio, 1 / limits.min_speedup)
-    more = f", about {needed} more {units} would decide" if needed else ""
-    return "inconclusive", (
-        f"requests take {_interval(ratio)} times as long as target-only: undecided{more}"
+        also = f"; k {', '.join(map(str, row.tied))} cannot be told from it" if row.tied else ""
+        return "speculate", f"with k {row.k} {takes}{also}"
+    wanted = (
+        f"the speed-up of {limits.min_speedup:g} that it must reach is undecided"
+        if limits.min_speedup > 1
+        else "undecided"
     )
+    needed = stats.needed_for_interval(ratio, min(1.0, 1 / limits.min_speedup))
+    units = "pairs" if row.is_paired else "requests on each arm"
+    more = f", about {needed} more {units} would decide" if needed else ""
+    return "inconclusive", f"{takes}{within}: {wanted}{more}"
+
+
+def _needed(row: MatrixRow, min_pairs: int) -> int:
+    """Pairs (or requests) that a row needs; a cell of a sweep has its rounds for that."""
+    return 2 if row.cohort["stage"] == SWEEP else min_pairs
+
+
+def _change(ratio: Estimate) -> str:
+    """A ratio as a change in percent, with its interval."""
+    value, low, high = (100 * (x - 1) for x in (ratio.value, ratio.low, ratio.high))
+    return f"{value:+.3g}% ({low:+.3g}% to {high:+.3g}%)"
+
+
+def _within(tail: LatencyCell | None, limits: MatrixLimits) -> str:
+    """What the limit on the tail says where it does not forbid, or empty."""
+    if tail is None or not tail.ratio.is_known or math.isinf(limits.max_tpot_p95_ratio):
+        return ""
+    limit = f"the limit of {100 * (limits.max_tpot_p95_ratio - 1):+.3g}%"
+    inside = tail.ratio.high <= limits.max_tpot_p95_ratio
+    return f"; TPOT p95 {_change(tail.ratio)} is {'within' if inside else 'not clear of'} {limit}"
 
 
 def _cause(row: MatrixRow, cost: Costs | None) -> str:
@@ -605,15 +732,17 @@ def _refused_why(refused: Sequence[Receipt]) -> str:
     return repr((refused[0].error_message or "no message")[:120])
 
 
-def _reversals(rows: Sequence[MatrixRow], receipts: Sequence[Receipt]) -> list[str]:
+def _reversals(
+    rows: Sequence[MatrixRow], receipts: Sequence[Receipt], void: Mapping[str, str]
+) -> list[str]:
     """Where the average over a route says one thing and its cohorts another (Simpson).
 
     Within a stage: the stages send different traffic.
     """
     found = []
-    for route, stage in sorted(
-        {(r.route, r.stage) for r in receipts}, key=lambda x: (x[0], _STAGES.index(x[1]))
-    ):
+    for route, stage in _routes_and_stages(receipts):
+        if stage in void:
+            continue
         here = [
             row
             for row in rows
@@ -646,3 +775,153 @@ def _unweighted_ratio(receipts: Sequence[Receipt]) -> float:
         return sum(times) / len(times) if times else math.nan
 
     return mean(arms.speculative) / mean(arms.target)
+
+
+def _routes_and_stages(receipts: Iterable[Receipt]) -> list[tuple[str, str]]:
+    return sorted({(r.route, r.stage) for r in receipts}, key=lambda x: (x[0], _STAGES.index(x[1])))
+
+
+def _mix_shifts(receipts: Sequence[Receipt]) -> list[str]:
+    """Where the arms got different traffic: their ratio then compares mixes, not arms.
+
+    A request that comes again under its key (a canary's later step) is one: its arm is sticky.
+    """
+    found = []
+    tests = _routes_and_stages(receipts)
+    for route, stage in tests:
+        keys: dict[str, dict[tuple[str, int], tuple[str, ...]]] = {arm: {} for arm in Arm}
+        for r in receipts:
+            if (r.route, r.stage) == (route, stage) and r.priority != "protected":
+                mix = tuple(str(getattr(r, name)) for name in MIX_DIMENSIONS)
+                keys[r.arm][r.prompt_id, r.repeat] = mix
+        target, speculative = (
+            Counter(keys[arm].values()) for arm in (Arm.TARGET_ONLY, Arm.SPECULATIVE)
+        )
+        classes = sorted(target | speculative)
+        if not target or not speculative or len(classes) < 2:
+            continue
+        n, m = target.total(), speculative.total()
+        statistic, df, p = stats.same_mix(
+            [target[c] for c in classes], [speculative[c] for c in classes]
+        )
+        if p < MIX_ALPHA / len(tests):
+            most = max(classes, key=lambda c: abs(speculative[c] / m - target[c] / n))
+            found.append(
+                f"route {route}, {stage}: the arms' traffic differs beyond chance (chi-square"
+                f" {statistic:.3g}, df {df}, p {p:.1g}, n {m} speculative and {n} target-only):"
+                f" {_mix_name(most, classes)} is {speculative[most] / m:.0%} of speculative and"
+                f" {target[most] / n:.0%} of target-only requests; compare within cohorts only"
+            )
+    return found
+
+
+def _mix_name(mix: Sequence[str], among: Sequence[Sequence[str]]) -> str:
+    """What tells a class of traffic from the others."""
+    parts = [
+        f"{name.removesuffix('_band')} {value or 'none'}"
+        for i, (name, value) in enumerate(zip(MIX_DIMENSIONS, mix, strict=True))
+        if len({other[i] for other in among}) > 1
+    ]
+    return ", ".join(parts)
+
+
+def _refusals(receipts: Sequence[Receipt]) -> tuple[Refusal, ...]:
+    """What the speculative arm turns down on each route, and target-only does not."""
+    found = []
+    for route in sorted({r.route for r in receipts}):
+        mine = [r for r in receipts if r.route == route and r.stage != SWEEP]
+        both = {r.pair_id for r in mine if r.arm == Arm.TARGET_ONLY and is_refused(r)}
+        speculative = [r for r in mine if r.arm == Arm.SPECULATIVE and r.pair_id not in both]
+        refused = [r for r in speculative if is_refused(r)]
+        if not refused:
+            continue
+        served = set().union(*(used_options(r) for r in speculative if not is_refused(r)), set())
+        common = set.intersection(*(used_options(r) for r in refused))
+        message = Counter(r.error_message or "no message" for r in refused).most_common(1)[0][0]
+        options = tuple(sorted(common - served))
+        found.append(Refusal(route, options, len(refused), len(speculative), message))
+    return tuple(found)
+
+
+def _in_flight(receipts: Sequence[Receipt]) -> dict[str, int]:
+    """Receipt id -> requests on the speculative arm when it was sent there, itself included."""
+    found: dict[str, int] = {}
+    for stage in _OPEN_LOOP:
+        sent = [
+            (r.sent_ns, r.done_ns, r.receipt_id)
+            for r in receipts
+            if (r.stage, r.arm) == (stage, Arm.SPECULATIVE)
+            and r.sent_ns is not None
+            and r.done_ns is not None
+        ]
+        starts, ends = (np.sort([times[i] for times in sent]) for i in (0, 1))
+        for start, _, receipt_id in sent:
+            begun = int(np.searchsorted(starts, start, side="right"))
+            found[receipt_id] = begun - int(np.searchsorted(ends, start, side="right"))
+    return found
+
+
+# --- what to do ---------------------------------------------------------------------------------
+
+
+def _advice(rows: Sequence[MatrixRow], refusals: Sequence[Refusal]) -> Iterable[str]:
+    """What follows for the eligibility policy, where a server has no switch of its own for it."""
+    for refusal in refusals:
+        share = f"{refusal.n} of {refusal.of} requests"
+        if refusal.options:
+            yield (
+                f"route {refusal.route}: keep requests with {', '.join(refusal.options)} on"
+                f" target-only: the speculative server refuses {share} for it"
+            )
+        else:
+            yield (
+                f"route {refusal.route}: the speculative server refuses {share} and no option of"
+                " theirs explains it: look at the defaults that it adds (generation_config)"
+            )
+    for route in sorted({row.cohort["route"] for row in rows}):
+        mine = [row for row in rows if row.cohort["route"] == route]
+        slow = _bands(mine, "prompt_band", "target_only")
+        fast = _bands(mine, "prompt_band", "speculate")
+        long = [band for band in slow if fast and _lower(band) > max(map(_lower, fast))]
+        if long:
+            yield (
+                f"route {route}: send prompts of {_lower(long[0])} tokens and more to target-only;"
+                " vLLM has no gate by prompt length, so the router must do it (eligibility policy)"
+            )
+        off, on = (
+            [
+                row.in_flight
+                for row in mine
+                if row.verdict == verdict and row.is_paired and row.in_flight is not None
+            ]
+            for verdict in ("target_only", "speculate")
+        )
+        if on and off and min(off) > max(on):
+            yield (
+                f"route {route}: it pays up to concurrency {max(on)} and no more at {min(off)};"
+                " limit it by requests in flight (eligibility policy), or in vLLM by"
+                " num_speculative_tokens_per_batch_size"
+            )
+
+
+def _bands(rows: Sequence[MatrixRow], dimension: str, verdict: MatrixVerdict) -> list[str]:
+    """Values of a dimension in rows of that verdict and in no row of the other, by size."""
+    with_it = {v for row in rows if row.verdict == verdict for v in row.observed[dimension]}
+    other = {
+        v
+        for row in rows
+        if row.verdict not in (verdict, "inconclusive")
+        for v in row.observed[dimension]
+    }
+    return sorted((v for v in with_it - other if v != "unknown"), key=_lower)
+
+
+def _lower(band: str) -> int:
+    """Smallest prompt length of a band.
+
+    >>> [_lower(band) for band in ("<64", "64-255", ">=4096")]
+    [0, 64, 4096]
+    """
+    if band.startswith("<"):
+        return 0
+    return int(band.removeprefix(">=").split("-")[0])

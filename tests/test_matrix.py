@@ -44,11 +44,14 @@ def test_crossover_with_load(rng):
             phase=f"load-{load}",
             first=150 * j,
         )
-    found = rows(receipts, rng)
+    found = rows(receipts, rng, limits=matrix.MatrixLimits(max_tpot_p95_ratio=1.05))
     verdicts = {r.cohort["concurrency"]: r.verdict for r in found.rows}
     assert verdicts["1"] == verdicts["16"] == "speculate"
     assert verdicts["64"] == "target_only"
     assert verdicts["32"] != "speculate"
+    assert "within the limit of +5%" in row_at(found, 32).why
+    assert "is over the limit of +5%" in row_at(found, 64).why
+    assert "pays up to concurrency 16 and no more at 32" in " ".join(found.advice)
     worst = row_at(found, 64)
     assert "not the cause" in worst.why
     assert "at concurrency 64" in worst.why
@@ -289,3 +292,194 @@ def test_rows_are_plain_json(rng):
 def test_no_receipts_no_rows(rng):
     """Nothing measured gives an empty matrix, not a row of zeros."""
     assert rows([], rng).rows == ()
+
+
+def test_a_slice_that_the_average_hides(rng):
+    """T12: the route gets faster, its long prompts slower; the advice is to route those away."""
+    receipts = pairs(
+        rng, 420, target_ms=14.6, speculative_ms=9.8, acceptance=0.55, prompt_tokens=2000
+    )
+    receipts += pairs(
+        rng,
+        30,
+        first=420,
+        target_ms=19.5,
+        speculative_ms=27.9,
+        acceptance=0.06,
+        prompt_tokens=17_000,
+    )
+    found = rows(receipts, rng)
+    short, long = found.rows
+    assert (short.verdict, long.verdict) == ("speculate", "target_only")
+    assert long.cohort["prompt_band"] == ">=4096"
+    assert "requests take 1.4" in long.why
+    assert "acceptance is low (0.0" in long.why
+    assert any("yet they get slower in: chat, shadow" in w for w in found.warnings)
+    (advice,) = found.advice
+    assert "prompts of 4096 tokens and more to target-only" in advice
+    assert "vLLM has no gate by prompt length" in advice
+
+
+def test_what_a_server_refuses_is_advice(rng):
+    """T13: the parameter that all refused requests carry is named, with how many it were."""
+    refused = {
+        "outcome": "rejected",
+        "error_class": "unsupported_parameter",
+        "error_message": "The min_p and logit_bias sampling parameters are not yet supported",
+    }
+    receipts = pairs(rng, 360)
+    for i in range(360, 400):
+        receipts += pair(i, target={}, speculative=refused, min_p=0.05, features="min_p")
+    found = rows(receipts, rng)
+    (refusal,) = found.refusals
+    assert (refusal.options, refusal.n, refusal.of) == (("min_p",), 40, 400)
+    assert "min_p on target-only: the speculative server refuses 40 of 400" in found.advice[0]
+    bare = [replace(r, min_p=0.0, features="") for r in receipts]
+    assert "generation_config" in rows(bare, rng).advice[0]
+
+
+def test_times_of_a_late_client_decide_nothing(rng):
+    """Neither a yes nor a no by time; what quality says stands."""
+    receipts = pairs(rng, 60, speculative_ms=5) + pairs(
+        rng, 60, first=60, speculative_ms=40, task="sql"
+    )
+    late = rows(receipts, rng, void={"shadow": "send lag p99 31 ms > limit 10 ms"})
+    assert {r.verdict for r in late.rows} == {"inconclusive"}
+    assert "void: send lag p99 31 ms" in late.rows[0].why
+    assert late.warnings == ("shadow: times are void: send lag p99 31 ms > limit 10 ms",)
+    quality = {"greedy": {"p1": "regression"}}
+    judged = rows(receipts, rng, void={"shadow": "late"}, quality=quality)
+    assert judged.rows[0].verdict == "target_only"
+
+
+def test_limits_of_a_route_are_its_own(rng):
+    """A route that asks for more speed-up than it gets is not a yes; another is."""
+    receipts = pairs(rng, 60, speculative_ms=16) + pairs(
+        rng, 60, first=60, speculative_ms=16, route="bulk"
+    )
+    strict = {"bulk": matrix.MatrixLimits(min_speedup=2.0)}
+    bulk, chat = rows(receipts, rng, route_limits=strict).rows
+    assert (chat.verdict, bulk.verdict) == ("speculate", "inconclusive")
+    assert "the speed-up of 2 that it must reach" in bulk.why
+
+
+def test_prompts_of_random_ids_are_not_decisive(rng):
+    """T08: neither a yes nor a no, whatever the numbers, until a real sample was measured."""
+    why = "its prompts are random ids"
+    for ms in (5, 40):
+        found = rows(pairs(rng, 60, speculative_ms=ms), rng, unrepresentative={"chat": why})
+        assert found.rows[0].verdict == "inconclusive"
+        assert "not decisive: its prompts are random ids" in found.rows[0].why
+
+
+# --- mixes of the arms --------------------------------------------------------------------------
+
+
+def mixed_canary(rng, shares, n=200):
+    """Requests of two tasks on two arms; `shares` are prose's share of each arm."""
+    return [
+        receipt(
+            i + n * j,
+            arm,
+            stage="canary",
+            phase="step-1",
+            task="prose" if rng.random() < share else "json",
+        )
+        for j, (arm, share) in enumerate(zip(("target_only", "speculative"), shares, strict=True))
+        for i in range(n)
+    ]
+
+
+def test_a_shift_of_the_mix_is_warned_of(rng):
+    """Beyond chance, with n, naming the class that moved most."""
+    (warning,) = [
+        w for w in rows(mixed_canary(rng, (0.3, 0.6)), rng).warnings if "traffic differs" in w
+    ]
+    for words in ("route chat, canary", "chi-square", "n 200 speculative and 200", "task"):
+        assert words in warning
+
+
+def test_the_same_mix_gives_no_warning(rng):
+    """Sixty canaries of one mix: none is warned of at a level of 1 in 1,000."""
+    warned = 0
+    for _ in range(60):
+        receipts = mixed_canary(rng, (0.4, 0.4), n=60)
+        warned += len(matrix._mix_shifts(receipts))
+    assert warned == 0
+
+
+def test_a_key_that_comes_again_is_one(rng):
+    """Later steps of a canary send the same keys to the same arm: no new evidence of a shift."""
+    once = mixed_canary(rng, (0.4, 0.55), n=80)
+    again = [
+        replace(r, phase=f"step-{i}", receipt_id=f"{r.receipt_id}-{i}")
+        for i in range(8)
+        for r in once
+    ]
+    assert matrix._mix_shifts(once) == matrix._mix_shifts(again) == []
+
+
+# --- sweeps -------------------------------------------------------------------------------------
+
+
+def sweep(rng, *, load=8, task="json", target_ms=20.0, by_k=((2, 12.0), (5, 15.0)), rounds=4):
+    """A cell per k: each arm takes its turn on the same prompts, four a round."""
+    found = []
+    for block in range(rounds):
+        for i in range(4):
+            number, shared = 4 * block + i, rng.lognormal(0, 0.1)
+            arms = [("target_only", None, target_ms), *(("speculative", k, ms) for k, ms in by_k)]
+            for arm, k, ms in arms:
+                turn = rng.lognormal(0, 0.02)
+                phase = f"c{load}" if k is None else f"c{load}-k{k}"
+                found.append(
+                    receipt(
+                        number,
+                        arm,
+                        stage="sweep",
+                        phase=phase,
+                        pair_id=f"c{load}:{task}{number}:0",
+                        receipt_id=f"{phase}:{task}:{number}",
+                        prompt_id=f"{task}{number}",
+                        prompt_tokens=60 + number,
+                        task=task,
+                        concurrency=load,
+                        block=block,
+                        k=k,
+                        tpot_ms=ms * shared * turn,
+                    )
+                )
+    return found
+
+
+def test_a_cell_of_a_sweep_is_a_row_of_its_own(rng):
+    """Sixteen pairs in four rounds decide; the cell is not split by prompt length, nor pooled."""
+    found = rows(sweep(rng) + sweep(rng, load=64, by_k=((2, 30.0), (5, 44.0))), rng)
+    assert [(r.cohort["concurrency"], r.verdict, r.k) for r in found.rows] == [
+        ("8", "speculate", 2),
+        ("64", "target_only", 2),
+    ]
+    busy = found.rows[0]
+    assert (busy.n_pairs, busy.in_flight) == (16, 8)
+    assert [r.k for r in busy.by_k] == [2, 5]
+    assert busy.observed["prompt_band"] == ("64-255", "<64")
+    assert "rounds" in busy.e2e_ratio.method or "blocks" in busy.e2e_ratio.method
+
+
+def test_one_round_of_a_sweep_is_too_little(rng):
+    """The unit of noise is the round: one has no interval."""
+    (row,) = rows(sweep(rng, rounds=1), rng).rows
+    assert row.verdict == "inconclusive"
+
+
+def test_what_was_in_flight_is_counted_where_arrivals_set_the_load(rng):
+    """Four requests at a time, one after the other: the row says four, not the cap of 64."""
+    receipts = [
+        replace(
+            r,
+            sent_ns=(i // 2 // 4) * 10**10 + i,
+            done_ns=(i // 2 // 4) * 10**10 + 10**9,
+        )
+        for i, r in enumerate(pairs(rng, 60, concurrency=64))
+    ]
+    assert rows(receipts, rng).rows[0].in_flight == 4

@@ -557,3 +557,32 @@ def test_needed_for_interval_shrinks_with_the_root_of_n():
     assert stats.needed_for_interval(e, 0.6) is None
     assert stats.needed_for_interval(Estimate(0.6, -math.inf, 0.7, 1, "t", 0.05), 0.5) is None
     assert stats.needed_for_interval(stats.unknown("t", n=0, alpha=0.05), 0.5) is None
+
+
+# --- mixes --------------------------------------------------------------------------------------
+
+
+def test_same_mix_is_scipys_chi_square():
+    """On classes that are large enough it is the contingency test without a correction."""
+    table = [[30, 50, 20], [60, 30, 45]]
+    expected = scipy_stats.chi2_contingency(table, correction=False)
+    statistic, df, p = stats.same_mix(*table)
+    assert (statistic, df, p) == pytest.approx((expected.statistic, expected.dof, expected.pvalue))
+
+
+def test_small_classes_are_joined():
+    """Many classes of one request each say nothing by themselves."""
+    statistic, df, _ = stats.same_mix([1] * 20 + [40], [1] * 20 + [40])
+    assert (statistic, df) == (0.0, 2)
+    assert stats.same_mix([3, 2], [2, 3]) == (0.0, 0, 1.0)
+    assert stats.same_mix([], [])[2] == 1.0
+
+
+def test_same_mix_alarms_as_often_as_it_says():
+    """Two samples of one mix: at most 1.5 times the level in 2,000 repeats (4 sigma is 1.44)."""
+    rng = np.random.default_rng(5)
+    shares = [0.5, 0.3, 0.15, 0.05]
+    one, other = rng.multinomial(90, shares, 2000), rng.multinomial(160, shares, 2000)
+    alarms = sum(stats.same_mix(a, b)[2] < 0.05 for a, b in zip(one, other, strict=True))
+    assert alarms / 2000 < 0.075
+    assert alarms > 40, "a test that never alarms is no test"

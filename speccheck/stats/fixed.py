@@ -601,6 +601,26 @@ def chi2_sf(x: float, df: int) -> float:
     return float(sp.chi2.sf(x, df))
 
 
+def same_mix(target: Sequence[int], speculative: Sequence[int]) -> tuple[float, int, float]:
+    """Chi-square test that two samples share one mix: (statistic, degrees of freedom, p).
+
+    Counts per class, the same classes in both. The smallest classes are joined until each expects
+    5 in both samples; where fewer than two are left there is nothing to compare and p is 1.
+    """
+    table = np.array([target, speculative], dtype=float)
+    table = table[:, np.argsort(table.sum(axis=0), kind="stable")]
+    sizes, total = table.sum(axis=1, keepdims=True), table.sum()
+    while table.shape[1] > 1 and (sizes.min() / total) * table[:, 0].sum() < 5:
+        table = np.concatenate([table[:, :2].sum(axis=1, keepdims=True), table[:, 2:]], axis=1)
+        table = table[:, np.argsort(table.sum(axis=0), kind="stable")]
+    df = table.shape[1] - 1
+    if df < 1:
+        return 0.0, 0, 1.0
+    expected = sizes * table.sum(axis=0) / total
+    statistic = float(((table - expected) ** 2 / expected).sum())
+    return statistic, df, chi2_sf(statistic, df)
+
+
 # --- several tests ------------------------------------------------------------------------------
 
 
