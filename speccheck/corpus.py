@@ -95,6 +95,30 @@ class Corpus:
         return Corpus(tuple(kept))
 
 
+RANDOM_SHARE = 0.1
+"""Share of prompts made of random ids above which a workload is not a sample of real traffic."""
+
+
+def unrepresentative(prompts: Sequence[Prompt]) -> str:
+    """Why prompts are no sample of real traffic, or empty.
+
+    Random token ids, as load generators send: their source says so, or there is nothing but numbers
+    in them. Drafts of such text are worth nothing, whatever the draft is worth.
+    """
+    random = [p for p in prompts if _is_random(p)]
+    if not random or len(random) < RANDOM_SHARE * len(prompts):
+        return ""
+    return f"{len(random)} of {len(prompts)} prompts are random ids (such as {random[0].prompt_id})"
+
+
+def _is_random(prompt: Prompt) -> bool:
+    words = set(re.split(r"[^a-z0-9]+", prompt.source.lower()))
+    says_so = "random" in words and (len(words) == 1 or bool(words & {"ids", "token", "tokens"}))
+    text = " ".join(message["content"] for message in prompt.messages)
+    numbers = re.fullmatch(r"[\s\[]*\d+(?:[\s,]+\d+){7,}[\s\],]*", text)
+    return says_so or numbers is not None
+
+
 # --- reading and writing ------------------------------------------------------------------------
 
 

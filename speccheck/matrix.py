@@ -512,9 +512,7 @@ def _k_result(k: int, arms: _Arms) -> KResult:
     else:
         # The arms of a sweep take turns: what the machine does to a turn is noise of its round.
         rounds = [r.block for r in arms.timed(get)[0] if r.stage == SWEEP]
-        ratio = stats.geometric_mean_ratio(
-            target, speculative, alpha=ALPHA, blocks=rounds or None
-        )
+        ratio = stats.geometric_mean_ratio(target, speculative, alpha=ALPHA, blocks=rounds or None)
     return KResult(k, arms.n, ratio, *_acceptance(arms.speculative))
 
 

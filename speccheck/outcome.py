@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from speccheck import calibration, decision, launch, matrix, packet
+from speccheck.config import Guardrails
 from speccheck.context import STORE_NAME, latest_arms, measured_arms
 from speccheck.errors import ExitCode, StoreError, UsageError
 from speccheck.quality import CaseStatus
@@ -212,23 +213,47 @@ def write_packet(store: Store, run_id: str, out: Path) -> WrittenPacket:
     return WrittenPacket(files, tuple(part.name for part in view.missing))
 
 
-def evidence(store: Store, run_id: str) -> packet.RunEvidence:
-    """Everything a packet is made of, from the store."""
+def workload(store: Store, run_id: str) -> matrix.Matrix:
+    """The workload decision matrix of all that a run measured, in its sweep too."""
     import numpy as np
 
     run = store.run(run_id)
-    counted = [r for r in store.receipts(run_id) if not r.warm_up]
-    receipts = [r for r in counted if r.stage in tuple(Stage)]
+    receipts = [r for r in store.receipts(run_id) if not r.warm_up]
+    void = {}
+    for stage in Stage:
+        kept = store.get_stage(run_id, stage)
+        health = {} if kept is None else kept.evidence["client_health"]
+        if health.get("is_late"):
+            void[stage.value] = f"our client was late ({health['reasons'][0]})"
+    rules = Guardrails.model_validate(run.config["guardrails"])
+    return matrix.workload_matrix(
+        [r for r in receipts if r.stage not in (CALIBRATION, PROBE) and r.phase not in RERUNS],
+        rng=np.random.default_rng([run.seed, len(receipts)]),
+        limits=_matrix_limits(rules.limits("")),
+        route_limits={
+            route["name"]: _matrix_limits(rules.limits(route["name"]))
+            for route in run.config["rollout"]["routes"]
+        },
+        costs=calibration.costs(receipts),
+        quality=_case_status(store, run_id),
+        void=void,
+        unrepresentative={
+            made.route: finding.why
+            for made in _standing(store, run_id, tuple(Stage))
+            for finding in made.findings
+            if finding.rule == decision.WORKLOAD_IS_REPRESENTATIVE
+        },
+    )
+
+
+def evidence(store: Store, run_id: str) -> packet.RunEvidence:
+    """Everything a packet is made of, from the store."""
+    run = store.run(run_id)
+    receipts = [r for r in store.receipts(run_id) if not r.warm_up and r.stage in tuple(Stage)]
     made = _standing(store, run_id, tuple(Stage))
     arms = latest_arms(store, run_id)
     pair = measured_arms(store, run_id)
-    table = matrix.workload_matrix(
-        [r for r in counted if r.stage not in (CALIBRATION, PROBE) and r.phase not in RERUNS],
-        rng=np.random.default_rng([run.seed, len(counted)]),
-        limits=_matrix_limits(run.config),
-        costs=calibration.costs(counted),
-        quality=_case_status(store, run_id),
-    )
+    table = workload(store, run_id)
     results = {
         str(stage): result.evidence
         for stage in Stage
@@ -257,6 +282,7 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
         receipts=receipts,
         matrix=table.rows,
         matrix_warnings=table.warnings,
+        matrix_advice=table.advice,
         findings=[f for stage in Stage for f in store.findings(run_id, stage)],
         decisions=[*made, *_unfinished(store, run_id, made)],
     )
@@ -271,11 +297,9 @@ def _case_status(store: Store, run_id: str) -> dict[str, dict[str, CaseStatus]]:
     return found
 
 
-def _matrix_limits(config: Mapping[str, Any]) -> matrix.MatrixLimits:
-    limits = config["guardrails"]["speculative_decoding_guardrails"]
+def _matrix_limits(limits: Mapping[str, float]) -> matrix.MatrixLimits:
+    slower = limits.get("max_tpot_p95_regression")
     return matrix.MatrixLimits(
-        min_speedup=1.0 if (speedup := limits.get("min_speedup")) is None else speedup,
-        max_tpot_p95_ratio=math.inf
-        if (slower := limits.get("max_tpot_p95_regression")) is None
-        else 1 + slower,
+        min_speedup=limits.get("min_speedup", 1.0),
+        max_tpot_p95_ratio=math.inf if slower is None else 1 + slower,
     )

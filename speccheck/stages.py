@@ -21,6 +21,7 @@ from typing import Any
 
 from speccheck import (
     canary,
+    corpus,
     coverage,
     decision,
     fixture,
@@ -481,10 +482,18 @@ def _judge_route(
             findings,
             k=run.rollout.speculation.get("num_speculative_tokens"),
             invalid=_invalid(run),
+            unrepresentative=_unrepresentative(run, stage, route),
             kept_off=Counter(r.decision_reason for r in sent.values() if r.kept_off),
             requests=len(sent),
         )
     )
+
+
+def _unrepresentative(run: RunContext, stage: Stage, route: str) -> str:
+    """Why what a stage sends on a route is no sample of its traffic, or empty."""
+    mine = next(r for r in run.rollout.routes if r.name == route)
+    traffic = None if stage is Stage.REPLAY else getattr(mine, stage.value)
+    return corpus.unrepresentative(run.prompts(mine, traffic))
 
 
 def _invalid(run: RunContext) -> str:

@@ -976,6 +976,7 @@ def realistic(
         findings=found,
         decisions=decisions(found),
         matrix_warnings=[BEWARE],
+        matrix_advice=["route sql-report: keep requests with min_p on target-only"],
     )
 
 
@@ -1056,4 +1057,5 @@ def hostile() -> RunEvidence:
             for d in plain.decisions
         ],
         matrix_warnings=[bad(text) for text in plain.matrix_warnings],
+        matrix_advice=[bad(text) for text in plain.matrix_advice],
     )

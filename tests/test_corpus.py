@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speccheck.corpus import Corpus, import_prompts, load_corpus, write_corpus
+from speccheck.corpus import Corpus, import_prompts, load_corpus, unrepresentative, write_corpus
 from speccheck.errors import StoreError, UsageError
 from speccheck.records import Prompt
 
@@ -385,3 +385,23 @@ def test_an_import_can_be_written_and_read(path, tmp_path):
     target = tmp_path / "out.jsonl"
     write_corpus(target, imported)
     assert load_corpus([target], format="native").prompts == imported
+
+
+# --- workloads that are no sample of traffic ----------------------------------------------------
+
+
+def test_random_ids_are_told_from_prompts() -> None:
+    """T08: by their source, or by being nothing but numbers; a random sample of logs is none."""
+    plain = Prompt("p", "chat", "chat", ({"role": "user", "content": "Hi"},), 64, {"kind": "none"})
+    real = [
+        replace(plain, prompt_id=f"r{i}", source="random sample of production logs")
+        for i in range(20)
+    ]
+    named = [replace(plain, prompt_id=f"n{i}", source="random_token_ids") for i in range(8)]
+    ids = ({"role": "user", "content": " ".join(map(str, range(100, 120)))},)
+    bare = [replace(plain, prompt_id=f"b{i}", messages=ids) for i in range(8)]
+    sums = replace(plain, messages=({"role": "user", "content": "Add 1, 2, 3 and 4 up."},))
+    assert unrepresentative([*real, sums]) == ""
+    assert unrepresentative([*real, named[0]]) == "", "one in twenty is no workload"
+    assert unrepresentative([*real, *named]).startswith("8 of 28 prompts are random ids")
+    assert "such as b0" in unrepresentative(bare)

@@ -37,6 +37,7 @@ def matrix_view(evidence: RunEvidence) -> view.MatrixView | Missing:
             if verdicts[verdict]
         ),
         warnings=tuple(evidence.matrix_warnings),
+        advice=tuple(evidence.matrix_advice),
         rows=tuple(_cohort(number, row) for number, row in enumerate(evidence.matrix, 1)),
         chart=_matrix_chart(evidence.matrix),
     )
@@ -51,6 +52,7 @@ def _cohort(number: int, row: MatrixRow) -> view.CohortRow:
         k=row.k,
         why=row.why,
         share=Figure("share of all requests", row.share, "share"),
+        in_flight=row.in_flight,
         dimensions=setting_lines(row.cohort),
         pooled=row.pooled,
         is_paired=row.is_paired,

@@ -367,3 +367,5 @@ class RunEvidence:
     decisions: Sequence[Decision]
     matrix_warnings: Sequence[str] = ()
     """`Matrix.warnings`: what to beware of when reading the matrix."""
+    matrix_advice: Sequence[str] = ()
+    """`Matrix.advice`: what follows from it."""

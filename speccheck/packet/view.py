@@ -319,6 +319,8 @@ class CohortRow:
     k: int | None
     why: str
     share: Figure
+    in_flight: int | None
+    """Requests at once on the speculative arm."""
     dimensions: tuple[Setting, ...]
     pooled: tuple[str, ...]
     is_paired: bool
@@ -359,6 +361,7 @@ class MatrixView:
     counts: tuple[Figure, ...]
     """Cohorts by verdict."""
     warnings: tuple[str, ...]
+    advice: tuple[str, ...]
     rows: tuple[CohortRow, ...]
     chart: Chart | Missing
 
