@@ -21,7 +21,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from speccheck import guardrails, measure, plan, replay
+from speccheck import graded, guardrails, measure, plan
 from speccheck.config import Route
 from speccheck.context import RunContext
 from speccheck.records import (
@@ -275,7 +275,7 @@ def with_earlier_errors(
     receipts = [
         replace(r, stage=Stage.CANARY)
         for r in run.store.receipts(run.run_id, route=route, warm_up=False)
-        if r.phase not in replay.RERUNS
+        if r.phase not in graded.RERUNS
     ]
     rng = run.rng("errors", route)
     together = measure.measure_route(receipts, stage=Stage.CANARY, route=route, rng=rng)

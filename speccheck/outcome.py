@@ -19,6 +19,7 @@ from speccheck import calibration, decision, launch, matrix, packet
 from speccheck.config import Guardrails
 from speccheck.context import STORE_NAME, latest_arms, measured_arms
 from speccheck.errors import ExitCode, StoreError, UsageError
+from speccheck.graded import RERUNS
 from speccheck.quality import CaseStatus
 from speccheck.records import (
     CALIBRATION,
@@ -31,7 +32,6 @@ from speccheck.records import (
     Verdict,
     to_json,
 )
-from speccheck.replay import RERUNS
 from speccheck.store import RecordedDecision, StageResult, Store
 
 

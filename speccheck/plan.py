@@ -79,14 +79,16 @@ def closed_loop(
     rng: np.random.Generator,
     arms: Sequence[Arm] = BOTH_ARMS,
     repeats: int = 1,
+    first_repeat: int = 0,
 ) -> list[PlannedRequest]:
     """Each prompt on each arm, `repeats` times, sent as soon as a worker is free.
 
     Prompts are shuffled; the arms of one prompt follow each other in an order drawn per prompt, so
-    that neither arm is always second and drift of the machine meets both alike.
+    that neither arm is always second and drift of the machine meets both alike. `first_repeat` lets
+    a later plan ask the same prompts again under new keys.
     """
     return [
-        _request(phase, arm, prompt, repeat)
+        _request(phase, arm, prompt, first_repeat + repeat)
         for prompt, repeat in _shuffled(prompts, repeats, rng)
         for arm in _drawn_order(arms, rng)
     ]

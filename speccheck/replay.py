@@ -1,24 +1,25 @@
-"""What replay finds beyond receipts: grades, regression cases, and divergences attributed.
+"""What replay finds beyond receipts: regression cases, and divergences attributed.
 
-The stage plans and drives; here its receipts and texts become cases (a prompt, every run of both
+The stage plans and drives, `graded` grades; here grades become cases (a prompt, every run of both
 arms, pass or fail), greedy outputs are compared token by token, and the target is asked about each
-first difference. Identical answers to one prompt are graded once.
+first difference.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from speccheck import grading, lossless, probe, quality, stats
+from speccheck import drift, grading, lossless, probe, quality
 from speccheck.client import open_session, send
 from speccheck.context import RunContext
 from speccheck.drive import Endpoint
 from speccheck.errors import EngineError
+from speccheck.graded import GREEDY_PHASES, Graded, Temperature, asked_structure, looked
+from speccheck.guardrails import QUALITY_MARGIN
 from speccheck.records import (
-    Answer,
     Arm,
     Measurement,
     Outcome,
@@ -29,88 +30,8 @@ from speccheck.records import (
     Stage,
 )
 
-QUALITY_MARGIN = 0.02
-"""Loss of graded passes, as a share, that the aggregate test allows (non-inferiority margin)."""
-
 NOISE_PROMPTS = 12
 """Prompts whose every position is decoded and scored for the noise floor: over 300 positions."""
-
-RERUNS = ("greedy-confirm", "sampled-confirm")
-"""Phases of reruns: they ask suspects again and would bias every figure they went into."""
-
-GREEDY_PHASES = ("greedy", "aa", RERUNS[0])
-SAMPLED_PHASES = ("sampled", RERUNS[1])
-
-
-@dataclass(frozen=True)
-class Graded:
-    """Replay receipts by prompt id, with their answers and grades by receipt id."""
-
-    by_prompt: Mapping[str, Sequence[Receipt]]
-    answers: Mapping[str, Answer]
-    grades: Mapping[str, grading.Grade]
-
-    @property
-    def receipts(self) -> list[Receipt]:
-        """All graded receipts."""
-        return [receipt for group in self.by_prompt.values() for receipt in group]
-
-    def of(self, prompt: Prompt, arm: Arm, phases: Sequence[str]) -> list[Receipt]:
-        """A prompt's receipts on one arm: in the order of `phases`, then of repeats."""
-        mine = self.by_prompt.get(prompt.prompt_id, ())
-        found = [r for r in mine if r.arm == arm and r.phase in phases]
-        return sorted(found, key=lambda r: (phases.index(r.phase), r.repeat))
-
-    def outcomes(self, prompt: Prompt, arm: Arm, phases: Sequence[str]) -> tuple[str, ...]:
-        """Grades (pass, fail, not_applicable) of a prompt's runs on one arm."""
-        return tuple(self.grades[r.receipt_id].outcome for r in self.of(prompt, arm, phases))
-
-    def case(
-        self, prompt: Prompt, phases: Sequence[str], kind: lossless.DivergenceKind | None = None
-    ) -> quality.Case:
-        """All runs of a prompt on both arms as one case."""
-        speculative = self.of(prompt, Arm.SPECULATIVE, phases)
-        return quality.Case(
-            prompt.prompt_id,
-            self.outcomes(prompt, Arm.TARGET_ONLY, phases),
-            self.outcomes(prompt, Arm.SPECULATIVE, phases),
-            speculative[0].receipt_id if speculative else "",
-            prompt.task,
-            kind,
-        )
-
-
-def grade_all(run: RunContext, prompts: Sequence[Prompt]) -> Graded:
-    """Grade every replay answer that is in the store.
-
-    Raises:
-        UsageError: a check of the corpus is broken.
-    """
-    receipts = run.store.receipts(run.run_id, stage=Stage.REPLAY, warm_up=False)
-    answers = run.store.answers(r.receipt_id for r in receipts)
-    by_id = {prompt.prompt_id: prompt for prompt in prompts}
-    known: dict[tuple[str, str], grading.Grade] = {}
-    grades: dict[str, grading.Grade] = {}
-    for receipt in receipts:
-        answer, prompt = answers.get(receipt.receipt_id), by_id.get(receipt.prompt_id)
-        if prompt is None:
-            continue
-        if receipt.outcome != Outcome.OK or answer is None:
-            grades[receipt.receipt_id] = grading.Grade(
-                "not_applicable", f"the request ended as {receipt.outcome}"
-            )
-            continue
-        key = (receipt.prompt_id, answer.text)
-        if key not in known:
-            known[key] = grading.grade(
-                prompt.check, answer.text, code_execution=run.rollout.corpus.code_execution
-            )
-        grades[receipt.receipt_id] = known[key]
-    groups: dict[str, list[Receipt]] = defaultdict(list)
-    for receipt in receipts:
-        if receipt.receipt_id in grades:
-            groups[receipt.prompt_id].append(receipt)
-    return Graded(groups, answers, grades)
 
 
 def part(graded: Graded, asked: Attribution, *, kept_off: bool) -> tuple[Graded, Attribution]:
@@ -126,27 +47,6 @@ def part(graded: Graded, asked: Attribution, *, kept_off: bool) -> tuple[Graded,
         compared={p: pair for p, pair in asked.compared.items() if p in greedy},
         controls={p: pair for p, pair in asked.controls.items() if p in greedy},
     )
-
-
-def to_confirm(graded: Graded, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Prompts whose greedy outcomes are stable on target-only and other on the speculative arm."""
-    found = []
-    for prompt in prompts:
-        target = graded.outcomes(prompt, Arm.TARGET_ONLY, ("greedy", "aa"))
-        speculative = graded.outcomes(prompt, Arm.SPECULATIVE, ("greedy",))
-        if len(set(target)) == 1 and speculative and {*target, *speculative} == {"pass", "fail"}:
-            found.append(prompt)
-    return found
-
-
-def lost_once(graded: Graded, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """Prompts whose first sampled run passed on target-only and failed on the speculative arm."""
-    return [
-        prompt
-        for prompt in prompts
-        if graded.outcomes(prompt, Arm.TARGET_ONLY, ("sampled",)) == ("pass",)
-        and graded.outcomes(prompt, Arm.SPECULATIVE, ("sampled",)) == ("fail",)
-    ]
 
 
 # --- divergence ---------------------------------------------------------------------------------
@@ -288,20 +188,31 @@ def measure(
     graded: Graded,
     asked: Attribution,
     prompts: Sequence[Prompt],
-    sampled_runs: int,
+    temperatures: Sequence[Temperature],
 ) -> list[Measurement]:
-    """Quality, losslessness and structured output of one route."""
+    """Quality, losslessness, form and structured output of one route."""
     stage = Stage.REPLAY
     found: list[Measurement] = []
     counts: list[Measurement] = []
-    for phases, label, runs in _temperatures(run, sampled_runs):
-        cases = [graded.case(p, phases, _kind(asked, p, phases)) for p in prompts]
-        measured = quality.measure_quality(cases, stage=stage, route=route, runs=runs)
+    every: list[quality.Case] = []
+    for at in temperatures:
+        cases = [graded.case(p, at.phases, _kind(asked, p, at)) for p in prompts]
+        measured = quality.measure_quality(
+            cases, stage=stage, route=route, runs=at.runs, ties=run.rollout.replay.ties
+        )
+        every += cases
         counts += [m for m in measured if m.metric == "quality_regression_cases" and not m.cohort]
         found += [
-            replace(m, cohort=f"{label}, {m.cohort}" if m.cohort else label) for m in measured
+            replace(m, cohort=f"{at.label}, {m.cohort}" if m.cohort else at.label) for m in measured
         ]
     found.append(_both_temperatures(counts, prompts))
+    found += [
+        m
+        for m in quality.measure_difference(every, stage=stage, route=route)
+        if not m.cohort  # tasks are shown at each temperature
+    ]
+    pairs = [pair for at in temperatures for pair in looked(graded, prompts, at.phases)]
+    found += drift.measure_drift(pairs, stage=stage, route=route)
     # All routes share one verifier, so the tokens compared on the others count as evidence too;
     # the violations are the route's own.
     tokens = sum(pair.exposure for pair in asked.compared.values())
@@ -319,14 +230,19 @@ def measure(
         else:
             found.append(m)
     structured = [
-        grading.Structured(r.arm, r.receipt_id, grading.structure(p.check, text).outcome, p.task)
+        grading.Structured(
+            r.arm,
+            r.receipt_id,
+            grading.grade(form, graded.answers[r.receipt_id].text).outcome,
+            next((name for name in graded.slices[p.prompt_id] if name.startswith(p.task)), p.task),
+        )
         for p in prompts
+        if (form := asked_structure(p)) is not None
         for r in graded.by_prompt.get(p.prompt_id, ())
-        if r.phase in ("greedy", "sampled")
-        and r.outcome == Outcome.OK
-        and (text := graded.answers[r.receipt_id].text) is not None
+        if r.phase in ("greedy", "sampled") and r.receipt_id in graded.answers
+        if r.outcome == Outcome.OK
     ]
-    if any(s.outcome != "not_applicable" for s in structured):
+    if structured:
         found += grading.measure_structured_validity(structured, stage=stage, route=route)
     return found
 
@@ -355,26 +271,9 @@ def _both_temperatures(counts: Sequence[Measurement], prompts: Sequence[Prompt])
     )
 
 
-def _temperatures(
-    run: RunContext, sampled_runs: int
-) -> tuple[tuple[tuple[str, ...], str, int], ...]:
-    """(phases, label, confirming runs) of the two temperatures."""
-    settings = run.rollout.replay
-    return (
-        (
-            GREEDY_PHASES,
-            "temperature 0",
-            settings.confirmations or quality.confirming_greedy_runs(0),
-        ),
-        (SAMPLED_PHASES, f"temperature {settings.sampled_temperature:g}", sampled_runs),
-    )
-
-
-def _kind(
-    asked: Attribution, prompt: Prompt, phases: Sequence[str]
-) -> lossless.DivergenceKind | None:
+def _kind(asked: Attribution, prompt: Prompt, at: Temperature) -> lossless.DivergenceKind | None:
     pair = asked.compared.get(prompt.prompt_id)
-    return pair.kind if pair is not None and phases == GREEDY_PHASES else None
+    return pair.kind if pair is not None and at.phases == GREEDY_PHASES else None
 
 
 def evidence(
@@ -382,53 +281,57 @@ def evidence(
     graded: Graded,
     asked: Attribution,
     prompts: Sequence[Prompt],
-    sampled_runs: int,
+    temperatures: Sequence[Temperature],
 ) -> dict[str, Any]:
     """`packet.ReplayEvidence`, and each prompt's case status for the matrix, greedy and sampled."""
     regressions: list[dict[str, Any]] = []
-    improvements = judged = 0
-    statuses: dict[str, dict[str, str]] = {"greedy": {}, "sampled": {}}
-    by_tasks: list[dict[str, Any]] = []
-    for phases, label, runs in _temperatures(run, sampled_runs):
+    statuses: dict[str, dict[str, str]] = {}
+    tasks: list[dict[str, Any]] = []
+    for at in temperatures:
         by_task: dict[str, list[quality.Case]] = defaultdict(list)
+        statuses[at.phases[0]] = {}
         for prompt in prompts:
-            case = graded.case(prompt, phases, _kind(asked, prompt, phases))
-            status = quality.case_status(case, runs)
-            improvements += status == "improvement"
-            statuses[phases[0]][prompt.prompt_id] = status
+            case = graded.case(prompt, at.phases, _kind(asked, prompt, at))
+            status = quality.case_status(case, at.runs)
+            statuses[at.phases[0]][prompt.prompt_id] = status
             if status != "not_applicable":
                 by_task[prompt.task].append(case)
-                judged += phases == GREEDY_PHASES
             if status == "regression":
-                regressions.append(_regression(graded, asked, prompt, case, phases, label))
-        by_tasks += [_quality(f"{task}, {label}", cases) for task, cases in sorted(by_task.items())]
+                regressions.append(_regression(graded, asked, prompt, case, at))
+        margin = _margin(run)
+        tasks += [_quality(task, cases, at, margin) for task, cases in sorted(by_task.items())]
+    known = [list(found.values()) for found in statuses.values()]
     return {
-        "cases": judged,
-        "improvements": improvements,
+        "cases": sum(status != "not_applicable" for status in known[0]),
+        "improvements": sum(found.count("improvement") for found in known),
         "regressions": regressions,
-        "quality": by_tasks,
+        "quality": tasks,
+        "form": [_form(graded, prompts, at) for at in temperatures],
         "divergences": _divergences(asked, prompts),
         "noise_floor": _noise_floor(graded, asked, prompts),
         "case_status": statuses,
     }
 
 
+def _margin(run: RunContext) -> float:
+    """Loss of passes that the table by task is held against: the rule's limit, or its default."""
+    limit = run.guardrails.speculative_decoding_guardrails.max_quality_loss
+    return QUALITY_MARGIN if limit is None else limit
+
+
 def _regression(
-    graded: Graded,
-    asked: Attribution,
-    prompt: Prompt,
-    case: quality.Case,
-    phases: Sequence[str],
-    label: str,
+    graded: Graded, asked: Attribution, prompt: Prompt, case: quality.Case, at: Temperature
 ) -> dict[str, Any]:
-    target = graded.of(prompt, Arm.TARGET_ONLY, phases)[0]
-    speculative = graded.of(prompt, Arm.SPECULATIVE, phases)[0]
+    target = graded.of(prompt, Arm.TARGET_ONLY, at.phases)[0]
+    speculative = graded.of(prompt, Arm.SPECULATIVE, at.phases)[0]
+    labels = {"tie": "numerical_tie", "violation": "real"}
+    greedy = at.phases == GREEDY_PHASES
     found: dict[str, Any] = {
         "prompt_id": prompt.prompt_id,
         "route": prompt.route,
         "task": prompt.task,
-        "phase": label,
-        "label": "numerical_tie" if case.divergence == "tie" else "real",
+        "phase": at.label,
+        "label": labels.get(str(case.divergence), "not_attributed") if greedy else "sampled",
         "check": str(prompt.check.get("kind")),
         "reason": graded.grades[speculative.receipt_id].reason,
         "runs": min(len(case.target), len(case.speculative)),
@@ -439,33 +342,52 @@ def _regression(
         "speculative_text": graded.answers[speculative.receipt_id].text,
         "receipts": [target.receipt_id, speculative.receipt_id],
     }
-    if phases == GREEDY_PHASES and _differs(asked.compared, prompt):
+    if greedy and _differs(asked.compared, prompt):
         found["divergence"] = _divergence(prompt, asked.compared[prompt.prompt_id])
     return found
 
 
-def _quality(task: str, cases: Sequence[quality.Case]) -> dict[str, Any]:
-    """`packet.QualityOfTask`: first runs of both arms, paired."""
-    n = len(cases)
-    lost = sum((c.target[0], c.speculative[0]) == ("pass", "fail") for c in cases)
-    gained = sum((c.target[0], c.speculative[0]) == ("fail", "pass") for c in cases)
-    difference = stats.tango(lost, gained, n, alpha=0.05)
-    passes = difference.high <= QUALITY_MARGIN
-    fails = difference.low > QUALITY_MARGIN
+def _quality(
+    task: str, cases: Sequence[quality.Case], at: Temperature, margin: float
+) -> dict[str, Any]:
+    """`packet.QualityOfTask`."""
+    found = quality.task_quality(cases, at.runs, control="aa" in at.phases)
+    passes, fails = found.difference.high <= margin, found.difference.low > margin
+    where = "within" if passes else "outside" if fails else "across"
+    verdict = "pass" if passes and not found.note else "fail" if fails else "inconclusive"
+    why = (
+        f"{found.regressions} confirmed worse and {found.improvements} better by {at.runs} runs;"
+        f" the interval of the loss is {where} the margin"
+    )
     return {
-        "task": task,
-        "n": n,
-        "target_passes": sum(c.target[0] == "pass" for c in cases),
-        "speculative_passes": sum(c.speculative[0] == "pass" for c in cases),
-        "lost": lost,
-        "gained": gained,
-        "mcnemar_p": stats.mcnemar_exact(lost, gained),
-        "difference": difference,
-        "margin": QUALITY_MARGIN,
-        "verdict": "pass" if passes else "fail" if fails else "inconclusive",
-        "why": f"{lost} lost and {gained} gained of {n}; the interval of the loss "
-        f"[{difference.low:.3f}, {difference.high:.3f}] is "
-        f"{'within' if passes else 'outside' if fails else 'across'} the margin {QUALITY_MARGIN}",
+        "task": f"{task}, {at.label}",
+        "n": found.n,
+        "target_passes": found.target_passes,
+        "speculative_passes": found.speculative_passes,
+        "lost": found.lost,
+        "gained": found.gained,
+        "flipped": found.flipped,
+        "regressions": found.regressions,
+        "improvements": found.improvements,
+        "mcnemar_p": found.mcnemar_p,
+        "difference": found.difference,
+        "margin": margin,
+        "verdict": verdict,
+        "why": f"{why}; {found.note}" if found.note else why,
+    }
+
+
+def _form(graded: Graded, prompts: Sequence[Prompt], at: Temperature) -> dict[str, Any]:
+    """`packet.FormOfAnswers`: faults that either arm shows, changes, and the ratio of lengths."""
+    pairs = looked(graded, prompts, at.phases)
+    faults = [drift.count_fault(pairs, fault) for fault in drift.FAULTS]
+    return {
+        "temperature": at.label,
+        "pairs": len(pairs),
+        "faults": [asdict(found) for found in faults if found.target or found.speculative],
+        "none_shown": [f.fault for f in faults if f.n and not (f.target or f.speculative)],
+        "changes": [asdict(found) for found in drift.changes(pairs)],
+        "length": drift.length_ratio(pairs),
     }
 
 

@@ -25,11 +25,11 @@ from speccheck import (
     coverage,
     decision,
     fixture,
+    graded,
     guardrails,
     launch,
     measure,
     plan,
-    quality,
     replay,
     shadow,
     stats,
@@ -178,7 +178,6 @@ def _verification(speculation: Mapping[str, Any]) -> tuple[str, str]:
 def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     """Every prompt on both arms at temperature 0 and at one sampled temperature, graded."""
     settings = run.rollout.replay
-    warm = f"temperature {settings.sampled_temperature:g}"
     prompts = [prompt for route in routes for prompt in run.prompts(route)]
 
     def phase(name: str, temperature: float, concurrency: int) -> plan.Phase:
@@ -188,42 +187,42 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         )
 
     greedy = phase("greedy", 0.0, settings.concurrency)
-    run.drive(
-        "temperature 0",
-        plan.warm_up(greedy, prompts, run.rollout.warm_up)
-        + plan.closed_loop(greedy, prompts, rng=run.rng("greedy")),
-    )
     control = phase("aa", 0.0, settings.control_concurrency)
-    run.drive("A/A control", plan.a_a(control, prompts, "greedy", rng=run.rng("aa")))
     sampled = phase("sampled", settings.sampled_temperature, settings.concurrency)
-    run.drive(warm, plan.closed_loop(sampled, prompts, rng=run.rng("sampled")))
+    graded.send(
+        run,
+        "temperature 0",
+        prompts,
+        lambda some, rng: plan.closed_loop(greedy, some, rng=rng),
+        warm_up=plan.warm_up(greedy, prompts, run.rollout.warm_up),
+    )
+    graded.send(
+        run,
+        "A/A control",
+        prompts,
+        lambda some, rng: plan.a_a(control, some, "greedy", rng=rng),
+    )
+    graded.send(
+        run,
+        f"temperature {settings.sampled_temperature:g}",
+        prompts,
+        lambda some, rng: plan.closed_loop(sampled, some, rng=rng),
+    )
 
     # What looks like a regression is run again on both arms before it may be called one.
-    graded = replay.grade_all(run, prompts)
-    confirm = phase("greedy-confirm", 0.0, settings.concurrency)
-    suspects = replay.to_confirm(graded, prompts)
-    if suspects:
-        again = (settings.confirmations or quality.confirming_greedy_runs(len(prompts))) - 1
-        run.drive(
-            "confirm, temperature 0",
-            plan.closed_loop(confirm, suspects, rng=run.rng("confirm"), repeats=again),
-        )
-    confirm = phase("sampled-confirm", settings.sampled_temperature, settings.concurrency)
-    suspects = replay.lost_once(graded, prompts)
-    runs = quality.confirming_runs(len(prompts))
-    if suspects:
-        run.drive(
-            f"confirm, {warm}",
-            plan.closed_loop(confirm, suspects, rng=run.rng("confirm-t"), repeats=runs - 1),
-        )
+    everything = graded.with_later_turns(run, prompts)
+    grades: graded.Known = {}
+    temperatures = graded.temperatures(run, len(everything))
+    for at, first in zip(temperatures, (greedy, sampled), strict=True):
+        graded.confirm(run, at, prompts, replace(first, name=at.phases[-1]), grades)
 
     run.report.line("  grading, and asking the target about divergences")
-    graded = replay.grade_all(run, prompts)
-    asked = asyncio.run(replay.attribute(run, graded, prompts))
-    receipts = [r for r in graded.receipts if r.phase in ("greedy", "sampled")]
-    judged = Judged(evidence=replay.evidence(run, graded, asked, prompts, runs))
+    found = graded.grade_all(run, everything, grades)
+    asked = asyncio.run(replay.attribute(run, found, graded.same_question(run, prompts)))
+    receipts = [r for r in found.receipts if r.phase in ("greedy", "sampled")]
+    judged = Judged(evidence=replay.evidence(run, found, asked, everything, temperatures))
     for route in routes:
-        mine = [prompt for prompt in prompts if prompt.route == route.name]
+        mine = [prompt for prompt in everything if prompt.route == route.name]
         measured, excluded = (
             [
                 *measure.measure_route(
@@ -234,7 +233,11 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
                     kept_off=kept_off,
                 ),
                 *replay.measure(
-                    run, route.name, *replay.part(graded, asked, kept_off=kept_off), mine, runs
+                    run,
+                    route.name,
+                    *replay.part(found, asked, kept_off=kept_off),
+                    mine,
+                    temperatures,
                 ),
             ]
             if run.policy is not None or not kept_off
@@ -335,7 +338,7 @@ def describe(path: Path) -> dict[str, Any]:
     rollout, rules, corpus = read_rollout(path)
     per_prompt = "each prompt twice at temperature 0, once more for A/A, twice sampled; and reruns"
     replayed = [route_prompts(path, corpus, route) for route in rollout.routes]
-    n_replay = 5 * sum(len(prompts) for prompts in replayed)
+    n_replay = 5 * sum(1 + len(p.follow_up) for prompts in replayed for p in prompts)
     n_shadow = round(
         len(rollout.routes) * rollout.shadow.requests_per_route * (2 + shadow.ALONE_SHARE)
     )
@@ -470,7 +473,7 @@ def _judge_route(
     sent = {
         r.pair_id: r
         for r in run.store.receipts(run.run_id, stage=stage, route=route, warm_up=False)
-        if r.phase not in replay.RERUNS
+        if r.phase not in graded.RERUNS
     }
     judged.measurements += measured
     judged.findings += findings

@@ -6,7 +6,7 @@ of an answer whatever its task. Answers are hostile input throughout.
 """
 
 from speccheck.grading.answers import Seen, see
-from speccheck.grading.checks import KINDS, CodeExecution, grade, structure, validate
+from speccheck.grading.checks import KINDS, CodeExecution, form_of, grade, structure, validate
 from speccheck.grading.endings import ending_problems
 from speccheck.grading.grade import Grade, GradeOutcome
 from speccheck.grading.structured import Structured, measure_structured_validity
@@ -19,6 +19,7 @@ __all__ = [
     "Seen",
     "Structured",
     "ending_problems",
+    "form_of",
     "grade",
     "measure_structured_validity",
     "see",

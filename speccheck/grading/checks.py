@@ -74,20 +74,23 @@ def validate(check: Mapping[str, Any]) -> None:
         _CHECKERS[kind](check, "")
 
 
-def structure(check: Mapping[str, Any], text: str) -> Grade:
-    """Only the form of a JSON answer: does it parse, and meet the schema? Values are not compared.
-
-    not_applicable for a check that asks for no JSON.
+def form_of(check: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The check of the form alone of a JSON answer (it parses, and meets the schema); None where
+    a check asks for no JSON.
     """
-    if check.get("kind") in ("all", "any"):
-        parts = [structure(part, text) for part in check.get("checks", ())]
-        asked = [part for part in parts if part.outcome != "not_applicable"]
-        return (
-            _combined(check["kind"], asked) if asked else Grade("not_applicable", "no JSON asked")
-        )
-    if check.get("kind") not in ("json", "json_schema"):
-        return Grade("not_applicable", "no JSON asked")
-    return grade({key: value for key, value in check.items() if key != "expect"}, text)
+    kind = check.get("kind")
+    if kind in ("all", "any"):
+        parts = [form for part in check.get("checks", ()) if (form := form_of(part)) is not None]
+        return {"kind": kind, "checks": parts} if parts else None
+    if kind not in ("json", "json_schema"):
+        return None
+    return {key: value for key, value in check.items() if key != "expect"}
+
+
+def structure(check: Mapping[str, Any], text: str) -> Grade:
+    """Only the form of a JSON answer, see `form_of`. not_applicable where no JSON is asked for."""
+    form = form_of(check)
+    return Grade("not_applicable", "no JSON asked") if form is None else grade(form, text)
 
 
 def _combined(kind: str, parts: Sequence[Grade]) -> Grade:
