@@ -26,6 +26,9 @@ from pydantic import (
 from speccheck.errors import UsageError
 from speccheck.records import digest
 
+MOST_DRAFTED = 256
+"""Proposal length above which a rollout is taken for a typing error."""
+
 PACKAGED = "packaged"
 """Written in place of a path: the file that comes with speccheck."""
 
@@ -102,6 +105,10 @@ class RuleLimits(Model):
     min_speedup: Fraction | None = None
 
 
+IMPLIED: dict[str, float] = {"max_lossless_violations": 0, "min_speedup": 1.0}
+"""Judged whether or not a file says so: wrong outputs are never fine, and a promotion must pay."""
+
+
 class GuardrailBlock(RuleLimits):
     """The block `speculative_decoding_guardrails`: limits and what is done when one breaks."""
 
@@ -134,7 +141,7 @@ class Guardrails(Model):
 
     def limits(self, route: str) -> dict[str, float]:
         """Rule name -> limit for one route, its overrides applied."""
-        found = self.speculative_decoding_guardrails.model_dump(
+        found = IMPLIED | self.speculative_decoding_guardrails.model_dump(
             exclude_none=True, exclude={"fallback_action"}
         )
         if route in self.routes:
@@ -368,6 +375,18 @@ class Rollout(Model):
     waive: tuple[str, ...] = ()
     """Differences between the arms, by name, that are accepted beside the speculative config."""
 
+    @field_validator("speculation")
+    @classmethod
+    def _drafts(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(value.get("method"), str):
+            raise ValueError("`method` is missing (draft_model, ngram, eagle3, ...)")  # noqa: TRY004
+        k = value.get("num_speculative_tokens", 1)
+        if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= MOST_DRAFTED:
+            raise ValueError(
+                f"num_speculative_tokens is {k!r}; give a whole number from 1 to {MOST_DRAFTED}"
+            )
+        return value
+
     @model_validator(mode="after")
     def _whole(self) -> Rollout:
         if self.engine == "attached" and self.attached is None:
@@ -378,10 +397,6 @@ class Rollout(Model):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"routes: {name!r} is defined twice")
-        if not isinstance(self.speculation.get("method"), str):
-            raise ValueError(  # noqa: TRY004 (pydantic collects ValueError only)
-                "speculation: `method` is missing (draft_model, ngram, eagle3, ...)"
-            )
         return self
 
     @property

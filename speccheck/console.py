@@ -204,6 +204,8 @@ def plan_page(plan: Mapping[str, Any]) -> None:
     console.print(Text(f"run {plan['run_name']}: {plan['prompts']} prompts, {plan['corpus']}"))
     for stage in plan["stages"]:
         console.print(Text(f"{stage['stage']}: {stage['requests']} requests; {stage['note']}"))
+    each = "requests more, each time servers are started"
+    console.print(Text(f"warm-up: {plan['warm_up']} {each}"))
     for route in plan["routes"]:
         console.print(Text(f"route {route['route']}: {route['prompts']} prompts"))
         for rule, limit in route["rules"].items():

@@ -34,6 +34,7 @@ from speccheck.config import (
 )
 from speccheck.corpus import Corpus, load_corpus
 from speccheck.drive import Endpoint, MonotonicClock, Written, drive
+from speccheck.engine.settings import MAX_PROPOSAL_LENGTH
 from speccheck.errors import StoreError, UsageError
 from speccheck.health import ClientHealth
 from speccheck.plan import remaining
@@ -109,9 +110,30 @@ class RunContext:
                         f"{self.out}: this run was begun on another {arm.arm} engine or "
                         "configuration; measure it anew with --again"
                     )
+            self._check_comparable(pair)
+            for arm in pair:
                 self.store.put_arm(self.run_id, arm)
             self._arms = pair
         return self._arms
+
+    def _check_comparable(self, pair: launch.Arms) -> None:
+        """What would make times of this process no match for the rest, or a waiver void."""
+        then, now = self.store.run(self.run_id).config["machine"], launch.machine()
+        moved = [name for name in ("processor", "cores") if then.get(name) != now[name]]
+        if moved and self.store.arms(self.run_id):
+            was = ", ".join(f"{name} {then.get(name)}" for name in moved)
+            raise UsageError(
+                f"{self.out}: this run was begun on another machine ({was}), and times of two "
+                "machines do not mix; measure it anew with --again"
+            )
+        names = launch.captured_names(pair)
+        unknown = sorted(set(self.rollout.waive) - names)
+        if unknown and names:
+            differ = ", ".join(launch.differences(pair)) or "nothing"
+            raise UsageError(
+                f"{self.path}: waive: neither server reports {unknown[0]!r}; what differs between "
+                f"them is {differ}"
+            )
 
     def endpoints(self) -> dict[Arm, Endpoint]:
         """Where the load loop reaches each arm."""
@@ -241,13 +263,8 @@ class RunContext:
         )
 
     def protected_prompts(self) -> tuple[Prompt, ...]:
-        """The protected traffic: prompts of that priority, or of the tasks the rollout names."""
-        tasks = self.rollout.protected_tasks
-        return tuple(
-            replace(prompt, route=PROTECTED, priority=PROTECTED)
-            for prompt in self.corpus.prompts
-            if (prompt.priority == PROTECTED if tasks is None else _has_task(prompt, tasks))
-        )
+        """The protected traffic, see `protected_prompts`."""
+        return protected_prompts(self.rollout, self.corpus)
 
     def write(self, name: str, text: str) -> None:
         """Write a file into the run's folder.
@@ -301,6 +318,16 @@ def route_prompts(
     return found
 
 
+def protected_prompts(rollout: Rollout, corpus: Corpus) -> tuple[Prompt, ...]:
+    """The protected traffic: prompts of that priority, or of the tasks the rollout names."""
+    tasks = rollout.protected_tasks
+    return tuple(
+        replace(prompt, route=PROTECTED, priority=PROTECTED)
+        for prompt in corpus.prompts
+        if (prompt.priority == PROTECTED if tasks is None else _has_task(prompt, tasks))
+    )
+
+
 def _has_task(prompt: Prompt, tasks: Sequence[str]) -> bool:
     return EVERY_TASK in tasks or prompt.task in tasks
 
@@ -322,10 +349,53 @@ def read_rollout(path: Path) -> tuple[Rollout, Guardrails, Corpus]:
         paths += (
             sorted(package_dir("corpora").glob("*.jsonl")) if packaged else [path.parent / entry]
         )
+    _check_embedded(path, rollout)
     corpus = load_corpus(paths, format=rollout.corpus.format)
+    _check_tasks(path, rollout, corpus)
     if rollout.corpus.limit_per_task is not None:
         corpus = corpus.limited(rollout.corpus.limit_per_task)
     return rollout, guardrails, corpus
+
+
+def _check_embedded(path: Path, rollout: Rollout) -> None:
+    """What the embedded engine could not run, said before anything is started.
+
+    Lossy settings are not among it: refusing them is the fixture's verdict.
+    """
+    if rollout.engine != "embedded":
+        return
+    k = rollout.speculation.get("num_speculative_tokens")
+    if k is None or k > MAX_PROPOSAL_LENGTH:
+        raise UsageError(
+            f"{path}: speculation: num_speculative_tokens is {k}; the embedded engine takes 1 to "
+            f"{MAX_PROPOSAL_LENGTH}"
+        )
+    for where, model in (
+        ("speculation.model", rollout.speculation.get("model")),
+        ("embedded.model", rollout.embedded.model),
+    ):
+        if model not in (None, PACKAGED) and not Path(str(model)).is_dir():
+            raise UsageError(
+                f"{path}: {where}: there is no folder {model} (looked for in {Path.cwd()}); give "
+                f"the folder of a model, or {PACKAGED!r}"
+            )
+
+
+def _check_tasks(path: Path, rollout: Rollout, corpus: Corpus) -> None:
+    """A task that no prompt has would leave its traffic out without a word."""
+    known = {EVERY_TASK, *(prompt.task for prompt in corpus.prompts)}
+    named = {"protected_tasks": rollout.protected_tasks}
+    for route in rollout.routes:
+        named[f"route {route.name}"] = route.tasks
+        for stage, traffic in (("shadow", route.shadow), ("canary", route.canary)):
+            named[f"route {route.name}, {stage}"] = traffic.tasks if traffic is not None else None
+    for where, tasks in named.items():
+        for task in tasks or ():
+            if task not in known:
+                raise UsageError(
+                    f"{path}: {where}: the corpus has no task {task!r}; it has "
+                    f"{', '.join(sorted(known - {EVERY_TASK}))}"
+                )
 
 
 def read_policy(path: Path, rollout: Rollout, corpus: Corpus) -> eligibility.Eligibility | None:
@@ -398,7 +468,9 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
             config={**config, "generation": generation, "machine": launch.machine()},
         )
         if run_id in known:
-            begun = opened.run(run_id)
+            # The machine may have had an update since; another one is refused before it measures.
+            machine = opened.run(run_id).config["machine"]
+            begun = replace(begun, config={**begun.config, "machine": machine})
         opened.begin_run(begun, wall_ns=now, clock_ns=time.perf_counter_ns())
         context = RunContext(path, rollout, guardrails, corpus, opened, run_id, out, report, policy)
         with context._stack:  # noqa: SLF001 (ours)

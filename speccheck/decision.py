@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 from xml.etree import ElementTree as ET
 
 from speccheck.errors import ExitCode
@@ -213,6 +213,21 @@ class Check:
     name: str
     verdict: Verdict
     why: str
+
+
+def run_checks(stages: Mapping[str, Mapping[str, Any]], missing: Sequence[str]) -> list[Check]:
+    """What is judged of a run beside its routes.
+
+    `stages` are the stages' evidence by name, `missing` the views that its packet lacks.
+    """
+    checks = []
+    if missing:
+        checks.append(Check("packet", Verdict.FAIL, f"no {', '.join(missing)} view"))
+    proof = stages.get(Stage.FIXTURE)
+    if proof is not None:
+        why = "; ".join(proof["reasons"]) or "exact law and sampled runs agree with the target"
+        checks.append(Check("fixture", Verdict[proof["verdict"].upper()], why))
+    return checks
 
 
 def exit_code(decisions: Sequence[Decision], checks: Sequence[Check] = ()) -> ExitCode:

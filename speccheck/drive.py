@@ -271,7 +271,8 @@ class _Run:
         if self.give_up_after is not None and self.unreachable[arm] >= self.give_up_after:
             raise EngineError(
                 f"{arm} server at {url}: {self.unreachable[arm]} attempts in a row could not "
-                f"connect ({receipt.error_message}); start it and run the same command to resume"
+                f"connect ({receipt.error_message}); start it and run the same command to resume "
+                "(these attempts stay in the run as errors; --again measures anew without them)"
             )
 
 

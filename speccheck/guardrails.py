@@ -363,7 +363,7 @@ def judge(
             raise UsageError(f"no rule is called {name!r}; known: {', '.join(sorted(RULES))}")
     asked = [
         (RULES[name], limit)
-        for name, limit in _with_implied(rules, stage).items()
+        for name, limit in _with_implied(rules).items()
         if stage in RULES[name].stages
     ]
     limit_of = {rule.name: limit for rule, limit in asked}
@@ -467,15 +467,13 @@ def _is_timed(finding: Finding) -> bool:
     return finding.rule in RULES and RULES[finding.rule].is_timed
 
 
-def _with_implied(rules: Mapping[str, RuleLimit], stage: Stage) -> dict[str, RuleLimit]:
-    """What is judged though not set: refusals beside errors, in shadow whether it pays, and beside
-    regression cases the aggregate of all cases and the form of the answers.
+def _with_implied(rules: Mapping[str, RuleLimit]) -> dict[str, RuleLimit]:
+    """What is judged though not set: refusals beside errors, and beside regression cases the
+    aggregate of all cases and the form of the answers.
     """
     implied = dict(rules)
     if "max_error_rate" in rules and "max_unsupported_requests" not in rules:
         implied["max_unsupported_requests"] = RuleLimit(0, counted=rules["max_error_rate"].counted)
-    if stage == Stage.SHADOW and rules and "min_speedup" not in rules:
-        implied["min_speedup"] = RuleLimit(1.0)
     if "max_quality_regression_cases" in rules:
         counted = rules["max_quality_regression_cases"].counted
         for name in ("max_quality_loss", "max_output_drift"):

@@ -163,6 +163,12 @@ def _asked_tokens(rollout: Rollout, messages: Sequence[Mapping[str, str]]) -> in
     return count if isinstance(count, int) else None
 
 
+def captured_names(pair: Arms) -> set[str]:
+    """Names that a difference between these arms can have; empty where servers report nothing."""
+    names = {name for arm in pair for name in _flat(arm.config)}
+    return names | {"engine", "model"} if names else names
+
+
 def machine() -> dict[str, Any]:
     """What ran the load: system, processor, cores, Python and speccheck versions."""
     from speccheck import __version__

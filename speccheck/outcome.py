@@ -29,7 +29,6 @@ from speccheck.records import (
     Decision,
     Receipt,
     Stage,
-    Verdict,
     to_json,
 )
 from speccheck.store import RecordedDecision, StageResult, Store
@@ -154,19 +153,11 @@ def outcome(
     made = _standing(store, run_id, stages)
     if tuple(stages) == tuple(Stage):
         made = [*made, *_unfinished(store, run_id, made)]
-    checks = _checks(results)
-    if written is not None and written.missing:
-        why = f"no {', '.join(written.missing)} view"
-        checks.append(decision.Check("packet", Verdict.FAIL, why))
+    checks = decision.run_checks(
+        {name: result.evidence for name, result in results.items()},
+        () if written is None else written.missing,
+    )
     return Outcome(run_id, results, tuple(decision.final(made)), tuple(checks))
-
-
-def _checks(results: Mapping[str, StageResult]) -> list[decision.Check]:
-    proof = results.get(Stage.FIXTURE)
-    if proof is None:
-        return []
-    why = "; ".join(proof.evidence["reasons"]) or "exact law and sampled runs agree with the target"
-    return [decision.Check("fixture", proof.verdict, why)]
 
 
 def _standing(store: Store, run_id: str, stages: Sequence[Stage]) -> list[Decision]:
@@ -300,6 +291,6 @@ def _case_status(store: Store, run_id: str) -> dict[str, dict[str, CaseStatus]]:
 def _matrix_limits(limits: Mapping[str, float]) -> matrix.MatrixLimits:
     slower = limits.get("max_tpot_p95_regression")
     return matrix.MatrixLimits(
-        min_speedup=limits.get("min_speedup", 1.0),
+        min_speedup=limits["min_speedup"],
         max_tpot_p95_ratio=math.inf if slower is None else 1 + slower,
     )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from speccheck import plan, stats
-from speccheck.config import Route
+from speccheck.config import Rollout, Route
 from speccheck.context import PROTECTED, RunContext
 from speccheck.records import (
     Arm,
@@ -86,6 +86,18 @@ def plan_mirror(run: RunContext, routes: Sequence[Route]) -> list[PlannedRequest
         requests = (with_mirror if mirror else alone).pop(0)
         planned += [replace(request, block=block) for request in requests]
     return planned
+
+
+def planned_counts(rollout: Rollout, protected: Sequence[Prompt]) -> tuple[int, int]:
+    """How many requests `plan_mirror` makes: of the routes, and about how many protected ones.
+
+    Each counts with its mirrored copy where it has one.
+    """
+    settings, routes = rollout.shadow, len(rollout.routes)
+    copies = 2 + ALONE_SHARE
+    mirrored_s = settings.requests_per_route * routes / settings.rate_per_s
+    beside = settings.protected_rate_per_s * mirrored_s * copies if protected else 0.0
+    return round(routes * settings.requests_per_route * copies), round(beside)
 
 
 def warm_up(run: RunContext, routes: Sequence[Route]) -> list[PlannedRequest]:

@@ -37,7 +37,14 @@ from speccheck import (
     tables,
 )
 from speccheck.config import Route, package_dir, resolve
-from speccheck.context import PROTECTED, RunContext, measured_arms, read_rollout, route_prompts
+from speccheck.context import (
+    PROTECTED,
+    RunContext,
+    measured_arms,
+    protected_prompts,
+    read_rollout,
+    route_prompts,
+)
 from speccheck.errors import UsageError
 from speccheck.health import pooled_health
 from speccheck.law import Table
@@ -339,23 +346,22 @@ def describe(path: Path) -> dict[str, Any]:
     per_prompt = "each prompt twice at temperature 0, once more for A/A, twice sampled; and reruns"
     replayed = [route_prompts(path, corpus, route) for route in rollout.routes]
     n_replay = 5 * sum(1 + len(p.follow_up) for prompts in replayed for p in prompts)
-    n_shadow = round(
-        len(rollout.routes) * rollout.shadow.requests_per_route * (2 + shadow.ALONE_SHARE)
-    )
+    n_shadow, n_protected = shadow.planned_counts(rollout, protected_prompts(rollout, corpus))
     steps = len(rollout.canary.shares)
     n_canary = len(rollout.routes) * steps * rollout.canary.requests_per_step
     return {
         "run_name": rollout.name,
         "corpus": corpus.digest,
         "prompts": len(corpus.prompts),
+        "warm_up": 2 * rollout.warm_up,
         "stages": [
             {"stage": "fixture", "requests": 0, "note": f"{rollout.fixture.seeds} seeds"},
             {"stage": "replay", "requests": n_replay, "note": per_prompt},
             {
                 "stage": "shadow",
-                "requests": n_shadow,
-                "note": f"{rollout.shadow.blocks} blocks at {rollout.shadow.rate_per_s:g}/s, "
-                "and the protected traffic",
+                "requests": n_shadow + n_protected,
+                "note": f"{rollout.shadow.blocks} blocks at {rollout.shadow.rate_per_s:g}/s; about "
+                f"{n_protected} of them are protected traffic and its mirror",
             },
             {
                 "stage": "canary",
@@ -433,17 +439,13 @@ def _findings(
 
 
 def _rules(run: RunContext, route: str) -> dict[str, guardrails.RuleLimit]:
-    limits = run.guardrails.limits(route)
-    # Whether or not a file says so: wrong outputs are never fine, and a promotion needs to pay.
-    limits.setdefault("max_lossless_violations", 0)
-    limits.setdefault("min_speedup", 1.0)
     return {
         name: guardrails.RuleLimit(
             limit,
             min_n=run.guardrails.minimum_requests.get(name),
             counted=name not in run.guardrails.dry_run,
         )
-        for name, limit in limits.items()
+        for name, limit in run.guardrails.limits(route).items()
     }
 
 

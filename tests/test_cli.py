@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -235,6 +236,79 @@ def test_the_fixture_refuses_lossy_algorithms(folder: Path, config: str, word: s
     done = speccheck("stage", "fixture", cwd=folder)
     assert done.returncode == 1, done.stderr
     assert word in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("tokens: 4", "tokens: 0", "rollout.yaml:2: speculation: num_speculative_tokens is 0"),
+        ("tokens: 4", "tokens: 1000000", "num_speculative_tokens is 1000000"),
+        ("tokens: 4", "tokens: four", "num_speculative_tokens is 'four'"),
+        ("tokens: 4", "tokens: 16", "the embedded engine takes 1 to 15"),
+        (", num_speculative_tokens: 4", "", "the embedded engine takes 1 to 15"),
+        ("model: packaged", "model: no/draft", "speculation.model: there is no folder no/draft"),
+        ("warm_up: 1", "warm_up: 1\nembedded: {model: gone}", "embedded.model: there is no folder"),
+        ("warm_up: 1", "warm_up: 1\nprotected_tasks: [suport]", "protected_tasks: the corpus has"),
+        (
+            "tasks: [support]",
+            "tasks: [support, jsn]",
+            "route support: the corpus has no task 'jsn'",
+        ),
+        (
+            "tasks: [support]",
+            "tasks: [support]\n    canary: {tasks: [prse]}",
+            "route support, canary: the corpus has no task 'prse'",
+        ),
+    ],
+)
+def test_names_and_numbers_that_could_not_run(folder: Path, old: str, new: str, words: str) -> None:
+    """What no engine or corpus could serve is an error before anything is started."""
+    from speccheck import stages
+    from speccheck.errors import UsageError
+
+    edit(folder / "rollout.yaml", old, new)
+    with pytest.raises(UsageError, match=re.escape(words)):
+        stages.describe(folder / "rollout.yaml")
+
+
+def test_a_dry_run_counts_all_that_is_sent(folder: Path) -> None:
+    """Warm-up and protected traffic are in the plan, as are rules that hold without being set."""
+    from speccheck import stages
+
+    planned = stages.describe(folder / "rollout.yaml")
+    assert planned["warm_up"] == 2
+    (shadow,) = [stage for stage in planned["stages"] if stage["stage"] == "shadow"]
+    assert shadow["requests"] == 8 * 2.5
+    edit(folder / "rollout.yaml", "warm_up: 1", "warm_up: 1\nprotected_tasks: [support]")
+    planned = stages.describe(folder / "rollout.yaml")
+    (shadow,) = [stage for stage in planned["stages"] if stage["stage"] == "shadow"]
+    # 8 requests at 8/s are one second with the mirror and half a second without, at 2/s protected.
+    assert shadow["requests"] == 8 * 2.5 + 2 * 2.5
+    assert planned["routes"][0]["rules"]["min_speedup"] == 1
+
+
+def test_sigterm_is_ctrl_c(folder: Path) -> None:
+    """Ended by an orchestrator: servers stopped, what was measured kept, exit code 130."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "speccheck", "stage", "replay", "--json"],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "A/A control: " in line:  # servers run, requests are being sent
+            break
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 2
+    process.send_signal(signal.SIGTERM)
+    told, said = process.communicate(timeout=60)
+    assert process.returncode == json.loads(told)["exit_code"] == 130
+    assert "run the same command again to resume" in said
+    assert "Traceback" not in said
+    assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    assert speccheck("receipts", "verify", cwd=folder).returncode == 0
 
 
 def test_json_errors_are_json(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speccheck.config import (
+    IMPLIED,
     CanaryConfig,
     Guardrails,
     Model,
@@ -53,6 +54,7 @@ def test_the_guardrail_block_loads_as_it_stands(tmp_path: Path) -> None:
         "max_tpot_p95_regression": 0.10,
         "max_error_rate": 0.01,
         "max_quality_regression_cases": 0,
+        **IMPLIED,
     }
 
 
@@ -139,6 +141,17 @@ def test_route_rules_override_the_file(tmp_path: Path) -> None:
     stray = write(tmp_path / "h.yaml", BLOCK + "routes:\n  chat: {min_speedup: 0.1}\n")
     with pytest.raises(UsageError, match="no such route"):
         load_guardrails(stray, routes)
+
+
+def test_some_rules_hold_whatever_a_file_says(tmp_path: Path) -> None:
+    """Wrong outputs are never fine and a promotion must pay, unless a file says otherwise."""
+    rules = load_guardrails(write(tmp_path / "g.yaml", BLOCK))
+    assert rules.limits("any")["max_lossless_violations"] == 0
+    assert rules.limits("any")["min_speedup"] == 1
+    said = BLOCK + "routes:\n  any: {min_speedup: 1.2}\n"
+    rules = load_guardrails(write(tmp_path / "h.yaml", said))
+    assert rules.limits("any")["min_speedup"] == 1.2
+    assert rules.limits("other")["min_speedup"] == 1
 
 
 @pytest.mark.parametrize("model", [Rollout, Route, CanaryConfig, Guardrails])

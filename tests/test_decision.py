@@ -17,6 +17,7 @@ from speccheck.decision import (
     exit_code,
     junit,
     of_kept_off,
+    run_checks,
     summary_markdown,
     verdict_of,
 )
@@ -399,3 +400,17 @@ def test_a_route_of_which_nothing_may_speculate_is_held() -> None:
     assert made.action is Action.HOLD
     assert "none of its requests" in made.reason
     assert "rule 'sampled'" in made.scope
+
+
+def test_the_fixture_and_the_packet_are_judged_in_one_place():
+    """A refused fixture and a missing view each fail the run, with the reason; a pass says why."""
+    assert run_checks({}, ()) == []
+    stages = {"fixture": {"verdict": "fail", "reasons": ["lossy"]}}
+    checks = run_checks(stages, ["service latency"])
+    assert [(c.name, c.verdict, c.why) for c in checks] == [
+        ("packet", Verdict.FAIL, "no service latency view"),
+        ("fixture", Verdict.FAIL, "lossy"),
+    ]
+    (passed,) = run_checks({"fixture": {"verdict": "pass", "reasons": []}}, ())
+    assert passed.verdict is Verdict.PASS
+    assert "exact law" in passed.why

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from speccheck.decision import Check, exit_code
+from speccheck.decision import Check, exit_code, run_checks
 from speccheck.decision import final as final_decisions
 from speccheck.errors import ExitCode
 from speccheck.packet import view
@@ -63,7 +63,10 @@ def build_view(evidence: RunEvidence) -> view.PacketView:
     )
     final = final_decisions(evidence.decisions)
     stages = tuple(stage_line(name, evidence.stages.get(name)) for name in STAGES)
-    code = exit_code(evidence.decisions, _checks(evidence, missing))
+    checks = run_checks(evidence.stages, [part.name for part in missing])
+    if not evidence.decisions:
+        checks.append(Check("routes", Verdict.ERROR, "no route was decided"))
+    code = exit_code(evidence.decisions, checks)
     headline = _headline(final, missing, code)
     return view.PacketView(
         schema_version=SCHEMA_VERSION,
@@ -89,17 +92,6 @@ def build_view(evidence: RunEvidence) -> view.PacketView:
         comparison=comparison_view(evidence),
         not_proved=not_proved(evidence),
     )
-
-
-def _checks(evidence: RunEvidence, missing: Sequence[view.MissingView]) -> list[Check]:
-    """What is judged beside routes: the fixture, and whether the packet is whole."""
-    checks = [Check("packet", Verdict.FAIL, "a view is missing")] if missing else []
-    if not evidence.decisions:
-        checks.append(Check("routes", Verdict.ERROR, "no route was decided"))
-    proof = evidence.stages.get("fixture")
-    if proof is not None:
-        checks.append(Check("fixture", Verdict[proof["verdict"].upper()], ""))
-    return checks
 
 
 def _mark(final: Sequence[Decision], missing: Sequence[view.MissingView], code: ExitCode) -> Mark:
