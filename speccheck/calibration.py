@@ -19,7 +19,7 @@ The unit of noise is the round of turns, so intervals are Student's over rounds.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -62,8 +62,8 @@ class Calibration:
 def calibrate(receipts: Iterable[Receipt], *, alpha: float = ALPHA) -> dict[int, Calibration]:
     """Batch size -> its costs, from the receipts of stage `calibration` among those given.
 
-    Rounds in which an arm is missing or a request failed are left out; batch sizes without a whole
-    round are not there.
+    Rounds in which an arm is missing that others have, or a request failed, are left out; batch
+    sizes without a whole round are not there.
     """
     blocks: dict[tuple[int, int], list[Receipt]] = defaultdict(list)
     for r in receipts:
@@ -75,9 +75,11 @@ def calibrate(receipts: Iterable[Receipt], *, alpha: float = ALPHA) -> dict[int,
             turns[concurrency].append(_turns(members))
     found = {}
     for concurrency, rounds in turns.items():
-        everything = set().union(*rounds)
-        whole = [turn for turn in rounds if set(turn) == everything and _TARGET in turn]
-        if whole and len(everything) > 1:
+        # Rounds of one set of arms, the one with most rounds: a cut round lacks some.
+        sets = Counter(frozenset(turn) for turn in rounds if _TARGET in turn and len(turn) > 1)
+        if sets:
+            chosen = max(sets, key=lambda arms: (sets[arms], len(arms)))
+            whole = [turn for turn in rounds if turn.keys() == chosen]
             found[concurrency] = _calibration(concurrency, whole, alpha)
     return found
 

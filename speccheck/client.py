@@ -262,6 +262,8 @@ def request_body(
     elif sampler.response_format is not None:
         body["response_format"] = {"type": sampler.response_format}
     body.update(request.fields)
+    if request.arm is Arm.SPECULATIVE and request.decision == "target_only":
+        body["speculation"] = "off"  # the embedded engine's switch; vLLM ignores the field
     body.update(extra or {})
     for name in omit:
         body.pop(name, None)
@@ -739,7 +741,11 @@ class _Stream:
             self.warnings.append(f"unreadable speculative_decoding metrics: {_one_line(error)}")
             return None, "unreadable metrics"
         self.warnings += warnings
-        asked_off = request.arm is Arm.TARGET_ONLY or body.get("speculative") is False
+        asked_off = (
+            request.arm is Arm.TARGET_ONLY
+            or body.get("speculative") is False
+            or body.get("speculation") == "off"
+        )
         if asked_off and counts.proposed_tokens > 0:
             self.warnings.append(
                 f"speculation was asked to be off, but the server drafted "

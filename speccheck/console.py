@@ -9,11 +9,12 @@ control characters.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, TextIO
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+    from speccheck.cells import Arms, Cell, Load
     from speccheck.outcome import Outcome, WrittenPacket
+    from speccheck.sweep import Result as SweepResult
 
 PLAIN_EVERY_S = 10.0
 
@@ -236,3 +239,175 @@ def receipt_page(receipt: Receipt, answer: Answer | None) -> None:
         print(f"{name:<22} {shown}")
     if answer is not None:
         print(f"\n{printable(answer.text)}")
+
+
+# --- the sweep ----------------------------------------------------------------------------------
+
+_CELL = 15
+"""Width of a column of a sweep's tables: five of them and the concurrency fill 80 columns."""
+
+
+def sweep_page(result: SweepResult, *, with_figures: bool) -> None:
+    """What a sweep came to: per task a table of speed-ups, the costs, and where it pays."""
+    print("\n".join(sweep_lines(result, with_figures=with_figures)))
+
+
+def sweep_lines(result: SweepResult, *, with_figures: bool) -> list[str]:
+    """The page of a sweep, 80 columns wide where there are up to five proposal lengths."""
+    lines: list[str] = []
+    for (route, task), loads in _by_family(result.loads).items():
+        ks = sorted({cell.k for load in loads for cell in load.cells})
+        lines += [
+            "",
+            f"{printable(route)}, {printable(task)}: e2e speed-up over target-only, with interval",
+            _row("c", [f"k {k}" for k in ks]),
+        ]
+        for load in loads:
+            cells = {cell.k: cell for cell in load.cells}
+            lines += [
+                _row(load.concurrency, [_speedup(load, cells.get(k)) for k in ks]),
+                _row("", [_predicted(load, cells.get(k)) for k in ks]),
+            ]
+        lines += [
+            "  saved target passes, % of decode tokens: measured; model and gap",
+        ]
+        for load in loads:
+            cells = {cell.k: cell for cell in load.cells}
+            lines += [
+                _row(load.concurrency, [_saved(cells.get(k)) for k in ks]),
+                _row("", [_saved_model(cells.get(k)) for k in ks]),
+            ]
+        if with_figures:
+            lines += ["", *_figure_lines(loads)]
+    if result.loads:
+        lines += ["", "* best k, = cannot be told from it, (*) the model's choice"]
+    lines += _cost_lines(result)
+    lines += ["", *(printable(line) for line in result.lines)]
+    lines += [f"note: {printable(note)}" for note in result.notes]
+    decided = result.n_cells - len(result.open_cells) - result.n_unmeasured
+    lines.append(f"{decided} of {result.n_cells} cells decided, {result.seconds:.0f} s")
+    for text in result.open_cells[:_OPEN_SHOWN]:
+        lines.append(f"  open: {printable(text)}")
+    if len(result.open_cells) > _OPEN_SHOWN:
+        lines.append(f"  and {len(result.open_cells) - _OPEN_SHOWN} more; --json has them all")
+    lines.append("n, method and level of every interval: --json")
+    return lines
+
+
+_OPEN_SHOWN = 8
+
+
+def _by_family(loads: Iterable[Load]) -> dict[tuple[str, str], list[Load]]:
+    found: dict[tuple[str, str], list[Load]] = {}
+    for load in loads:
+        found.setdefault((load.route, load.task), []).append(load)
+    return found
+
+
+def _row(head: object, columns: Sequence[str]) -> str:
+    return f"{head!s:>3} " + " ".join(f"{column:<{_CELL - 1}}" for column in columns).rstrip()
+
+
+def _span(value: float, low: float, high: float, digits: int = 2) -> str:
+    """`1.52 1.41-1.63`, or the value alone where there is no bound."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return f"{value:.{digits}f} no bound"
+    return f"{value:.{digits}f} {low:.{digits}f}-{high:.{digits}f}"
+
+
+def _speedup(load: Load, cell: Cell | None) -> str:
+    ratio = None if cell is None else cell.ratios["e2e"]
+    if cell is None or ratio is None or not ratio.is_known:
+        return "-"
+    mark = "*" if cell.k == load.best else "=" if cell.k in load.tied else ""
+    low = 1 / ratio.high if ratio.high > 0 else math.inf
+    high = 1 / ratio.low if ratio.low > 0 else math.inf
+    if math.isinf(ratio.high):
+        low = math.inf
+    return _span(1 / ratio.value, low, high) + mark
+
+
+def _predicted(load: Load, cell: Cell | None) -> str:
+    if cell is None or cell.predicted is None or not cell.predicted.value > 0:
+        return "model -"
+    mark = "(*)" if cell.k == load.predicted_best else ""
+    return f"model {1 / cell.predicted.value:.2f}{mark}"
+
+
+def _saved(cell: Cell | None) -> str:
+    saved = None if cell is None else cell.saved_measured
+    if saved is None or not saved.is_known:
+        return "-"
+    return _span(100 * saved.value, 100 * saved.low, 100 * saved.high, 0)
+
+
+def _saved_model(cell: Cell | None) -> str:
+    if cell is None or cell.saved_modelled is None or cell.saved_gap is None:
+        return "not estimated"
+    return f"model {100 * cell.saved_modelled.value:.0f} {100 * cell.saved_gap:+.0f}"
+
+
+_FIGURES = (
+    ("tok/s", "throughput_tokens_per_s", 1.0, 6, 0),
+    ("TTFT", "ttft_p50_s", 1e3, 6, 0),
+    ("TPOT", "tpot_p50_s", 1e3, 6, 1),
+    ("e2e", "e2e_p50_s", 1e3, 6, 0),
+    ("e2e95", "e2e_p95_s", 1e3, 6, 0),
+    ("eff95", "effective_p95_s", 1e3, 6, 0),
+    ("age95", "queue_age_p95_s", 1e3, 6, 0),
+    ("MB", "memory_bytes", 1e-6, 5, 0),
+    ("cost", "cost_per_1k_tokens", 1.0, 8, 4),
+)
+"""Heading, figure, scale, width and digits."""
+
+
+def _figure_lines(loads: Sequence[Load]) -> list[str]:
+    """Each arm by itself: medians, p95, throughput, memory, errors, cost."""
+    heads = "".join(f"{head:>{width}}" for head, _, _, width, _ in _FIGURES)
+    lines = [f"{'c':>3} {'arm':<6}{'flight':>6}{heads} errors"]
+    for load in loads:
+        for arm in (load.target, *load.arms.values()):
+            name = "target" if arm.k == 0 else f"k {arm.k}"
+            flight = "-" if arm.in_flight is None else f"{arm.in_flight:.1f}"
+            figures = "".join(
+                _figure(arm, figure, scale, width, digits)
+                for _, figure, scale, width, digits in _FIGURES
+            )
+            errors = f"{arm.errors}/{arm.n}"
+            lines.append(f"{load.concurrency:>3} {name:<6}{flight:>6}{figures} {errors:>6}")
+    lines.append("    ms: p50 of TTFT, TPOT and e2e; p95 of e2e, effective latency and queue age")
+    return lines
+
+
+def _figure(arm: Arms, name: str, scale: float, width: int, digits: int) -> str:
+    estimate = arm.figures.get(name)
+    if estimate is None or not estimate.is_known:
+        return f"{'-':>{width}}"
+    return f"{scale * estimate.value:>{width}.{digits}f}"
+
+
+def _cost_lines(result: SweepResult) -> list[str]:
+    """Calibrated costs in target passes, one row per batch size."""
+    if not result.calibrations:
+        return []
+    ks = sorted({k for found in result.calibrations.values() for k in found.verify})
+    lines = [
+        "",
+        "costs in target passes at batch size c: verify step V(k); draft step c, overhead o",
+        _row("c", [f"V({k})" for k in ks]),
+    ]
+    for c, found in sorted(result.calibrations.items()):
+        columns = []
+        for k in ks:
+            verify = found.verify.get(k)
+            columns.append("-" if verify is None else _span(verify.value, verify.low, verify.high))
+        apart = [
+            f"{name} not told from V"
+            if cost is None
+            else f"{name} {_span(cost.value, cost.low, cost.high, 3)}"
+            for name, cost in (("draft", found.draft), ("overhead", found.overhead))
+        ]
+        step = found.step_s
+        apart.append(f"step {_span(1e3 * step.value, 1e3 * step.low, 1e3 * step.high, 1)} ms")
+        lines += [_row(c, columns), "    " + ", ".join(apart)]
+    return lines

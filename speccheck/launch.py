@@ -20,7 +20,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,10 @@ from speccheck.records import Arm, ArmDescription
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 5.0
+CONTROL_LENGTHS = (4, 12)
+"""Of the prompt-lookup controls of a sweep: two points of a line, the farther within the engine's
+limit of 15. What they draft on average is shorter, since a match may end the text.
+"""
 _LOG_TAIL_LINES = 12
 _SERVER_NICENESS = 10
 
@@ -71,7 +75,7 @@ def arms(rollout: Rollout, log_dir: Path) -> Iterator[Arms]:
     try:
         urls: dict[Arm, str] = {}
         for arm, config in ((Arm.TARGET_ONLY, None), (Arm.SPECULATIVE, rollout.speculation)):
-            process, url = _start_embedded(rollout, arm, config, log_dir)
+            process, url = _start_embedded(rollout, arm, config, log_dir / f"{arm}.log")
             processes.append(process)
             urls[arm] = url
         yield Arms(
@@ -95,6 +99,92 @@ def describe(rollout: Rollout) -> Arms:
         _embedded_description(rollout, Arm.TARGET_ONLY, None),
         _embedded_description(rollout, Arm.SPECULATIVE, rollout.speculation),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SweepServers:
+    """One target-only server and a speculative one per proposal length, ready to answer."""
+
+    arms: Mapping[int, ArmDescription]
+    """Proposal length -> server; 0 is target-only."""
+    controls: Mapping[int, ArmDescription]
+    """Proposal length -> prompt-lookup server, whose drafts cost nothing: for calibration."""
+    pids: Mapping[str, int]
+    """URL -> process of those that we started."""
+    api_key: str | None = None
+
+
+@contextmanager
+def sweep_servers(
+    rollout: Rollout, ks: Sequence[int], log_dir: Path, say: Callable[[str], None]
+) -> Iterator[SweepServers]:
+    """Servers that differ in their proposal length only; stopped on the way out if we started them.
+
+    Attached servers have the proposal length that they were started with, so there is one, whatever
+    `ks` asks for, and no control.
+
+    Args:
+        rollout: what to start or attach to.
+        ks: proposal lengths.
+        log_dir: folder for the servers' logs (`sweep-k0.log` ...).
+        say: told of each server that is started.
+
+    Raises:
+        EngineError: a server does not start, does not answer, or dies on the way.
+        UsageError: the API key's environment variable is not set, or an attached server does not
+            say its proposal length.
+    """
+    if rollout.engine == "attached":
+        pair = _attach(rollout)
+        k = (pair.speculative.speculative_config or {}).get("num_speculative_tokens")
+        if not isinstance(k, int) or k < 1:
+            raise UsageError(
+                "speculation.num_speculative_tokens: the attached server does not say its proposal "
+                "length, so the rollout must"
+            )
+        yield SweepServers({0: pair.target_only, k: pair.speculative}, {}, {}, pair.api_key)
+        return
+    configs: dict[tuple[str, int], Mapping[str, Any] | None] = {("k", 0): None}
+    for k in ks:
+        configs["k", k] = {**rollout.speculation, "num_speculative_tokens": k}
+    if rollout.speculation["method"] == "draft_model":
+        kept = {
+            name: value
+            for name, value in rollout.speculation.items()
+            if name == "rejection_sample_method"
+        }
+        for k in CONTROL_LENGTHS:
+            configs["lookup", k] = {
+                **kept,
+                "method": "ngram",
+                "num_speculative_tokens": k,
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 3,
+            }
+    processes: list[subprocess.Popen[str]] = []
+    found: dict[str, dict[int, ArmDescription]] = {"k": {}, "lookup": {}}
+    pids: dict[str, int] = {}
+    try:
+        for (kind, k), config in configs.items():
+            say(f"  starting server {len(processes) + 1} of {len(configs)}")
+            arm = Arm.TARGET_ONLY if config is None else Arm.SPECULATIVE
+            log = log_dir / f"sweep-{kind}{k}.log"
+            process, url = _start_embedded(rollout, arm, config, log)
+            processes.append(process)
+            pids[url] = process.pid
+            found[kind][k] = _describe(arm, url, None, None)
+        yield SweepServers(found["k"], found["lookup"], pids)
+    finally:
+        _stop(processes)
+
+
+def resident_bytes(pid: int) -> int | None:
+    """Resident memory of a process; None where the system does not say."""
+    try:
+        pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError, ValueError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def differences(pair: Arms) -> dict[str, tuple[Any, Any]]:
@@ -186,12 +276,11 @@ def machine() -> dict[str, Any]:
 
 
 def _start_embedded(
-    rollout: Rollout, arm: Arm, speculative: Mapping[str, Any] | None, log_dir: Path
+    rollout: Rollout, arm: Arm, speculative: Mapping[str, Any] | None, log_path: Path
 ) -> tuple[subprocess.Popen[str], str]:
     """One embedded server as a child process; returns it with its URL once it is ready."""
     settings = _embedded_settings(rollout, speculative)
-    log_dir.mkdir(parents=True, exist_ok=True)
-    log_path = log_dir / f"{arm}.log"
+    log_path.parent.mkdir(parents=True, exist_ok=True)
     command = [
         *(sys.executable, "-m", "speccheck.engine.server"),
         *("--settings", json.dumps(settings), "--port", "0", "--parent-pid", str(os.getpid())),

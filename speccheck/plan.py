@@ -185,18 +185,18 @@ def turn(
     prompts: Sequence[Prompt],
     *,
     block: int,
-    n: int,
+    places: range,
     control: str,
     rng: np.random.Generator,
 ) -> list[PlannedRequest]:
-    """One arm's turn of a sweep: block `block` of an endless walk over the shuffled prompts.
+    """One arm's turn of a sweep: these places of an endless walk over the shuffled prompts.
 
     Every arm of a block (target-only, and each proposal length in a phase of its own) gets the same
-    `n` prompts if it is given a generator in the same state, and the pair ids of the phase
-    `control`, that of target-only. A closed loop: no offsets.
+    prompts if it is given a generator in the same state, and the pair ids of the phase `control`,
+    that of target-only. A closed loop: no offsets.
     """
-    cycles = -(-(block + 1) * n // len(prompts))
-    walk = _shuffled(prompts, cycles, rng)[block * n : (block + 1) * n]
+    cycles = -(-places.stop // len(prompts))
+    walk = _shuffled(prompts, cycles, rng)[places.start : places.stop]
     return [
         replace(
             _request(phase, arm, prompt, repeat),

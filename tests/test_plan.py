@@ -163,7 +163,7 @@ def test_turns_of_a_sweep_pair_up(n, size, blocks, seed):
             arm,
             prompts(n),
             block=block,
-            n=size,
+            places=range(block * size, (block + 1) * size),
             control="c4",
             rng=rng(seed),
         )

@@ -31,6 +31,7 @@ from speccheck.cli.shell import (
     rollout_options,
     store_options,
 )
+from speccheck.cli.sweep import sweep
 from speccheck.errors import ExitCode, SpeccheckError, StoreError, UsageError
 
 if TYPE_CHECKING:
@@ -399,5 +400,5 @@ def packet(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
     return ExitCode.JUDGED_BAD if written.missing else ExitCode.PASS
 
 
-for _command in (receipts, corpus, estimate):
+for _command in (receipts, corpus, estimate, sweep):
     cli.add_command(_command)
