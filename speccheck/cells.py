@@ -273,7 +273,7 @@ def _cell(load: _Members, k: int) -> Cell:
         coverage=_by_prompt(
             stats.acceptance_rate, [r for r in spec if r.target_passes], _steps, _passes, alpha
         ),
-        saved_measured=_saved_measured(pairs, alpha),
+        saved_measured=_saved_measured(pairs, alpha) if drafting else None,
         saved_modelled=modelled,
         predicted=predicted,
         break_even=speed.break_even_acceptance(k, load.calibration.costs)

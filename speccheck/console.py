@@ -268,9 +268,7 @@ def sweep_lines(result: SweepResult, *, with_figures: bool) -> list[str]:
                 _row(load.concurrency, [_speedup(load, cells.get(k)) for k in ks]),
                 _row("", [_predicted(load, cells.get(k)) for k in ks]),
             ]
-        lines += [
-            "  saved target passes, % of decode tokens: measured; model and gap",
-        ]
+        lines.append("  saved target passes, % of decode tokens: measured; model, model - measured")
         for load in loads:
             cells = {cell.k: cell for cell in load.cells}
             lines += [
@@ -309,10 +307,11 @@ def _row(head: object, columns: Sequence[str]) -> str:
 
 
 def _span(value: float, low: float, high: float, digits: int = 2) -> str:
-    """`1.52 1.41-1.63`, or the value alone where there is no bound."""
+    """`1.52 1.41-1.63`, `-19 -53..15`, or the value alone where there is no bound."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return f"{value:.{digits}f} no bound"
-    return f"{value:.{digits}f} {low:.{digits}f}-{high:.{digits}f}"
+    to = "-" if low >= 0 else ".."
+    return f"{value:.{digits}f} {low:.{digits}f}{to}{high:.{digits}f}"
 
 
 def _speedup(load: Load, cell: Cell | None) -> str:
@@ -342,7 +341,9 @@ def _saved(cell: Cell | None) -> str:
 
 
 def _saved_model(cell: Cell | None) -> str:
-    if cell is None or cell.saved_modelled is None or cell.saved_gap is None:
+    if cell is None or cell.acceptance is None:
+        return "none drafted"
+    if cell.saved_modelled is None or cell.saved_gap is None:
         return "not estimated"
     return f"model {100 * cell.saved_modelled.value:.0f} {100 * cell.saved_gap:+.0f}"
 
@@ -393,7 +394,7 @@ def _cost_lines(result: SweepResult) -> list[str]:
     ks = sorted({k for found in result.calibrations.values() for k in found.verify})
     lines = [
         "",
-        "costs in target passes at batch size c: verify step V(k); draft step c, overhead o",
+        "costs in target passes, at batch size c: verify step V(k), draft step, overhead",
         _row("c", [f"V({k})" for k in ks]),
     ]
     for c, found in sorted(result.calibrations.items()):
@@ -408,6 +409,10 @@ def _cost_lines(result: SweepResult) -> list[str]:
             for name, cost in (("draft", found.draft), ("overhead", found.overhead))
         ]
         step = found.step_s
-        apart.append(f"step {_span(1e3 * step.value, 1e3 * step.low, 1e3 * step.high, 1)} ms")
-        lines += [_row(c, columns), "    " + ", ".join(apart)]
+        plain = _span(1e3 * step.value, 1e3 * step.low, 1e3 * step.high, 1)
+        lines += [
+            _row(c, columns),
+            f"    {', '.join(apart)}",
+            f"    one target-only step {plain} ms",
+        ]
     return lines

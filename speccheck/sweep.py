@@ -24,9 +24,10 @@ from speccheck import budget, calibration, cells, grid, launch, plan, store
 from speccheck.calibration import Calibration
 from speccheck.cells import MIXED, Cell, Limits, Load
 from speccheck.context import RunContext
-from speccheck.drive import Endpoint, HealthLimits, MonotonicClock, Written, drive
+from speccheck.drive import Endpoint, MonotonicClock, Written, drive
 from speccheck.errors import UsageError
 from speccheck.grid import PlannedLoad, load_name
+from speccheck.health import ClientHealth, pooled_health
 from speccheck.records import (
     CALIBRATION,
     SWEEP,
@@ -47,9 +48,9 @@ MEMORY = "process_resident_memory_bytes"
 """Sample of a server's resident memory after a turn; its label names the arm of the load."""
 
 _SAY_EVERY_S = 5.0
-_LIMITS = HealthLimits(lag_floor_s=1.0)
+_LAG_FLOOR_S = 1.0
 """Turns are closed loops: a request that leaves late lowers the load a little and is timed from
-when it left. What voids a turn is a client that stalls or runs out of CPU.
+when it left. What voids a round is a client that stalls or runs out of CPU.
 """
 
 
@@ -274,7 +275,7 @@ def _send(
     servers: launch.SweepServers,
     arm: ArmDescription,
     planned: Sequence[PlannedRequest],
-) -> tuple[list[Receipt], bool]:
+) -> tuple[list[Receipt], ClientHealth]:
     """Drive one arm's requests: its receipts, all of them in the store, and our client's health."""
     got: list[Receipt] = []
     endpoint = Endpoint(
@@ -296,10 +297,10 @@ def _send(
             write=write,
             on_receipt=got.append,
             give_up_after=20,
-            limits=_LIMITS,
+            limits=run.rollout.client_limits,
         )
     )
-    return got, report.health.valid
+    return got, report.health
 
 
 # --- rounds -------------------------------------------------------------------------------------
@@ -316,19 +317,21 @@ def _round(
     standing.next_block += 1
     began_s = settings.now_s()
     receipts: list[Receipt] = []
-    healthy = True
+    drives: list[ClientHealth] = []
     turns = _turns(servers, standing.lengths(), with_controls=load.family.stage == CALIBRATION)
     for place in grid.turn_order(len(turns), block):
         suffix, arm = turns[place]
-        got, well = _send(run, servers, arm, grid.turn(run, load, suffix, arm.arm, block))
+        got, health = _send(run, servers, arm, grid.turn(run, load, suffix, arm.arm, block))
         receipts += got
-        healthy &= well
+        drives.append(health)
         _sample_memory(run, servers, load, arm)
     seconds = settings.now_s() - began_s
-    health = "ok" if healthy else "late"
-    labels = (("block", str(block)), ("health", health), ("load", load.name))
+    limits = run.rollout.client_limits.model_copy(update={"lag_floor_s": _LAG_FLOOR_S})
+    is_late = not pooled_health(drives, receipts, limits).valid
+    word = "late" if is_late else "ok"
+    labels = (("block", str(block)), ("health", word), ("load", load.name))
     _sample(run, ROUND_MARK, labels, seconds)
-    standing.add(receipts, seconds, is_late=not healthy)
+    standing.add(receipts, seconds, is_late=is_late)
 
 
 def _sample_memory(

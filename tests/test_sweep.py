@@ -1,0 +1,276 @@
+"""`speccheck sweep` on two scripted servers: whole rounds, resumed after a kill, read by anyone."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+import pytest
+from attached_pair import attached_pair
+from scripted_server import answer, spec_metrics
+from test_cli import speccheck
+
+from speccheck import calibration, cells, context, outcome
+from speccheck import sweep as measuring
+from speccheck.cli import main
+from speccheck.console import Reporter, sweep_lines
+from speccheck.errors import UsageError
+from speccheck.records import CALIBRATION, SWEEP, Arm, Verdict
+from speccheck.store import Store
+
+LOOSE = {"loop_cpu_share": None, "lag_floor_s": 60, "loop_stall_s": 60, "loop_stall_share": 1}
+"""Limits that any machine keeps: these tests are not about the client."""
+GRID = {"concurrency": [1, 4], "rounds": 2, "calibration_rounds": 2}
+PER_TURN = 4
+
+
+def target_answer(_body, _n):
+    """40 tokens, one a chunk, a millisecond each."""
+    return answer([[i] for i in range(40)], finish="length", delay_s=0.001)
+
+
+def speculative_answer(_body, _n):
+    """The same in chunks of four, with counts."""
+    steps = [[4 * i + j for j in range(4)] for i in range(10)]
+    metrics = spec_metrics([(3, 4)] * 10, 4)
+    return answer(steps, finish="length", metrics=metrics, delay_s=0.001)
+
+
+def swept_pair(folder, *, speculative=speculative_answer, **changes):
+    given = {"sweep": GRID, "client_limits": LOOSE} | changes
+    return attached_pair(folder, target=target_answer, speculative=speculative, **given)
+
+
+def sweep(pair, folder, **settings):
+    """The sweep in this process: its result."""
+    with context.open_run(pair.rollout, folder / "run", Reporter(), fresh=False) as opened:
+        return measuring.sweep(opened, measuring.Settings(**settings))
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished sweep: its pair (stopped), its folder, its result."""
+    folder = tmp_path_factory.mktemp("sweep")
+    with swept_pair(folder) as pair:
+        result = sweep(pair, folder, price_per_engine_hour=1.0)
+    return pair, folder, result
+
+
+def receipts_of(folder, **filters):
+    with Store.read(folder / "run" / context.STORE_NAME) as store:
+        return store.receipts(store.runs()[-1].run_id, **filters)
+
+
+def test_every_round_is_whole(done):
+    """Both arms on the same prompts, as many rounds as the rollout says, nothing twice."""
+    _, folder, result = done
+    receipts = receipts_of(folder, stage=SWEEP, warm_up=False)
+    turns = Counter((r.concurrency, r.arm, r.block) for r in receipts)
+    assert turns == {(c, arm, block): PER_TURN for c in (1, 4) for arm in Arm for block in range(2)}
+    arms = defaultdict(set)
+    for r in receipts:
+        arms[r.pair_id].add((r.arm, r.k))
+    assert all(both == {("target_only", None), ("speculative", 4)} for both in arms.values())
+    assert [(load.task, load.concurrency, load.cells[0].n_rounds) for load in result.loads] == [
+        ("qa", 1, 2),
+        ("qa", 4, 2),
+    ]
+    with Store.read(folder / "run" / context.STORE_NAME) as store:
+        assert store.verify() == []
+
+
+def test_the_arms_take_turns(done):
+    """No request of one arm goes out while the other has one in flight; the order is mirrored."""
+    _, folder, _ = done
+    receipts = receipts_of(folder, stage=SWEEP, warm_up=False, concurrency=4)
+    spans = defaultdict(list)
+    for r in receipts:
+        spans[r.block, r.arm].append((r.sent_ns, r.done_ns))
+    turns = {
+        key: (min(start for start, _ in times), max(end for _, end in times))
+        for key, times in spans.items()
+    }
+    ordered = sorted(turns.items(), key=lambda item: item[1])
+    for (_, (_, end)), (_, (start, _)) in itertools.pairwise(ordered):
+        assert end < start
+    order = [arm for (_, arm), _ in ordered]
+    assert order == ["target_only", "speculative", "speculative", "target_only"]
+
+
+def test_cells_can_be_computed_from_exported_receipts(done):
+    """Anybody with the receipts gets the same cells, acceptance and costs."""
+    _, folder, result = done
+    receipts = receipts_of(folder)
+    for load, again in zip(result.loads, cells.loads(receipts), strict=True):
+        assert load.cells[0].ratios == again.cells[0].ratios
+        assert load.cells[0].acceptance.value == 0.75
+        assert [e.value for e in load.cells[0].per_position] == [1, 1, 1, 0]
+        assert load.cells[0].mean_acceptance_length.value == 4
+    known = calibration.calibrate(receipts)
+    assert {c: found.costs for c, found in result.calibrations.items()} == {
+        c: found.costs for c, found in known.items()
+    }
+    assert set(known) == {1, 4}
+    assert known[4].note == calibration.LOOKUP
+
+
+def test_the_matrix_and_the_packet_take_a_sweep(done):
+    """Its cohorts are rows of the matrix with modelled savings; calibration is no cohort."""
+    _, folder, _ = done
+    with Store.read(folder / "run" / context.STORE_NAME) as store:
+        evidence = outcome.evidence(store, store.runs()[-1].run_id)
+        measured = store.measurements(evidence.run["run_id"], SWEEP)
+    assert {row.cohort["stage"] for row in evidence.matrix} == {SWEEP}
+    assert sum(row.n_target for row in evidence.matrix) == 16
+    assert evidence.receipts == []
+    assert {"e2e_mean_ratio", "verify_cost", "saved_target_passes_modelled"} <= {
+        m.metric for m in measured
+    }
+
+
+def test_the_stages_do_not_see_a_sweep(done):
+    """No stage result, no decision, and a run that is not promoted by it."""
+    _, folder, _ = done
+    with Store.read(folder / "run" / context.STORE_NAME) as store:
+        ended = outcome.outcome(store, store.runs()[-1].run_id)
+    assert ended.stages == {}
+    assert [d.action for d in ended.decisions] == ["inconclusive"]
+
+
+def test_the_same_command_again_sends_nothing(tmp_path):
+    """A finished sweep only tells its result again; another load is measured beside it."""
+    with swept_pair(tmp_path) as pair:
+        first = sweep(pair, tmp_path, concurrency=(1,))
+        sent = sum(len(server.seen) for server in pair.servers.values())
+        second = sweep(pair, tmp_path, concurrency=(1,))
+        assert sum(len(server.seen) for server in pair.servers.values()) == sent
+        assert second.loads == first.loads
+        both = sweep(pair, tmp_path)
+    assert [load.concurrency for load in both.loads] == [1, 4]
+    assert both.loads[0] == first.loads[0]
+
+
+def test_another_proposal_length_than_the_server_has(tmp_path):
+    """An attached server has one k: asking for another is an error before anything is sent."""
+    with swept_pair(tmp_path) as pair:
+        with pytest.raises(UsageError, match="runs with 4"):
+            sweep(pair, tmp_path, k=(2, 4))
+        assert not any(server.seen for server in pair.servers.values())
+
+
+def test_rounds_in_which_the_client_was_late_do_not_count(tmp_path):
+    """They are left out and said; after three the load is given up: no data is no verdict."""
+    late = LOOSE | {"loop_stall_s": 0}
+    with swept_pair(tmp_path, client_limits=late) as pair:
+        result = sweep(pair, tmp_path, concurrency=(1,), tasks=("qa",))
+    assert result.loads == ()
+    assert result.verdict is Verdict.ERROR
+    assert "6 rounds left out: our own client was late in them" in result.notes
+
+
+def test_a_budget_ends_the_sweep(tmp_path):
+    """On a clock of the test's own: the small pass, then what is open, until the time is up."""
+    ticks = itertools.count()
+    with swept_pair(tmp_path) as pair:
+        result = sweep(pair, tmp_path, budget_s=60.0, now_s=lambda: float(next(ticks)))
+    assert result.loads
+    assert result.seconds < 75
+    rounds = Counter(
+        (r.concurrency, r.block) for r in receipts_of(tmp_path, stage=SWEEP, warm_up=False)
+    )
+    assert set(rounds.values()) == {2 * PER_TURN}
+    if result.verdict is Verdict.INCONCLUSIVE:
+        assert all(": " in text for text in result.open_cells)
+
+
+def test_a_budget_that_is_too_short_says_what_was_not_measured(tmp_path):
+    """Loads that no time was left for are cells without a verdict, not cells that are gone."""
+    ticks = itertools.count(step=20)
+    with swept_pair(tmp_path) as pair:
+        result = sweep(pair, tmp_path, budget_s=100.0, now_s=lambda: float(next(ticks)))
+    assert result.n_unmeasured == 2
+    assert any(note.startswith("not measured: ") for note in result.notes)
+    assert result.verdict is Verdict.ERROR
+
+
+def test_a_killed_sweep_goes_on(tmp_path):
+    """After kill -9 in the middle of a turn the same command measures what is missing: whole rounds
+    stay, the cut one is left out and made again, and no request is sent twice.
+    """
+
+    def hangs_once(body, n):
+        # Of the speculative arm: 1 warm-up, 4 in each of three rounds, the second of the fourth.
+        script = speculative_answer(body, n)
+        return replace(script, parts=[60.0]) if n == 14 else script
+
+    with swept_pair(tmp_path, speculative=hangs_once) as pair:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "speccheck", "sweep", "--out", "run"],
+            cwd=tmp_path,
+            stderr=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        while process.poll() is None and len(pair.servers[Arm.SPECULATIVE].seen) < 15:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(30) == -signal.SIGKILL
+        before = {r.receipt_id: r for r in receipts_of(tmp_path)}
+        ended = speccheck("sweep", "--out", "run", "--json", cwd=tmp_path)
+        told = json.loads(ended.stdout)
+        after = {r.receipt_id: r for r in receipts_of(tmp_path)}
+        sent = sum(len(server.seen) for server in pair.servers.values())
+    assert ended.returncode == told["exit_code"] in (0, 3), ended.stderr
+    assert before.items() <= after.items()
+    assert any(note.startswith("1 rounds left out: cut") for note in told["notes"]), told["notes"]
+    assert [c["n_rounds"] for load in told["loads"] for c in load["cells"]] == [2, 2]
+    measured = [r for r in after.values() if not r.warm_up]
+    turns = Counter((r.stage, r.concurrency, r.arm, r.block) for r in measured)
+    assert turns.pop((SWEEP, 4, "target_only", 0)) == PER_TURN
+    assert turns.pop((SWEEP, 4, "speculative", 0), 0) < PER_TURN
+    assert turns == {
+        **{(CALIBRATION, c, arm, block): 4 for c in (1, 4) for arm in Arm for block in (0, 1)},
+        **{(SWEEP, 1, arm, block): 4 for arm in Arm for block in (0, 1)},
+        **{(SWEEP, 4, arm, block): 4 for arm in Arm for block in (1, 2)},
+    }
+    # Each process warms both arms up; what was in flight at the kill (up to 4) has no receipt.
+    assert sent - 4 <= len(measured) + 2 * 2 <= sent
+
+
+def test_the_page_fits_a_terminal(done):
+    """80 columns, with every figure; and a server that is gone is one clear line."""
+    _, folder, result = done
+    lines = sweep_lines(result, with_figures=True)
+    assert max(map(len, lines)) <= 80
+    text = "\n".join(lines)
+    assert "chat, qa: e2e speed-up over target-only" in text
+    assert f"{result.n_cells - len(result.open_cells)} of 2 cells decided" in text
+    ended = speccheck("sweep", "--out", "run", cwd=folder)
+    assert ended.returncode == 4  # the servers are gone, and attached ones are asked first
+    assert "is the server running?" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--budget", "10"), "a time such as 90s, 10m or 1h"),
+        (("--k", "3,1"), "growing numbers"),
+        (("--k", "0"), "whole numbers from 1 up"),
+        (("--concurrency", "x"), "whole numbers from 1 up"),
+        (("--price", "0"), "--price"),
+        (("--task", "nothing"), "no route has prompts of task nothing"),
+    ],
+)
+def test_wrong_options(tmp_path, monkeypatch, capsys, arguments, words):
+    """One clear line, exit code 2, nothing sent."""
+    monkeypatch.chdir(tmp_path)
+    with swept_pair(tmp_path) as pair:
+        with pytest.raises(SystemExit) as ended:
+            main(["sweep", *arguments])
+        assert (ended.value.code, words in capsys.readouterr().err) == (2, True)
+        assert not any(server.seen for server in pair.servers.values())
