@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from datetime import date, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
@@ -374,6 +375,23 @@ class Rollout(Model):
     """Tasks whose prompts are the protected traffic; None takes prompts of priority `protected`."""
     waive: tuple[str, ...] = ()
     """Differences between the arms, by name, that are accepted beside the speculative config."""
+    expires: date | Annotated[int, Field(ge=1, le=36_500, strict=True)] | None = None
+    """When a promotion ends by itself: a date, or days from the run's beginning."""
+
+    @field_validator("expires", mode="before")
+    @classmethod
+    def _day(cls, value: Any) -> Any:
+        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+            return value
+        if isinstance(value, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", value):
+            return date.fromisoformat(value)
+        raise ValueError(f"{value!r} is neither a date such as 2026-12-31 nor a number of days")
+
+    def expiry(self, created: date) -> date | None:
+        """The last day on which decisions of a run that began on `created` hold, if one is set."""
+        if isinstance(self.expires, int):
+            return created + timedelta(days=self.expires)
+        return self.expires
 
     @field_validator("speculation")
     @classmethod

@@ -198,7 +198,7 @@ def differences(pair: Arms) -> dict[str, tuple[Any, Any]]:
         found["engine"] = (pair.target_only.engine, pair.speculative.engine)
     if pair.target_only.model != pair.speculative.model:
         found["model"] = (pair.target_only.model, pair.speculative.model)
-    left, right = _flat(pair.target_only.config), _flat(pair.speculative.config)
+    left, right = flat(pair.target_only.config), flat(pair.speculative.config)
     for name in sorted(left.keys() | right.keys()):
         if left.get(name) != right.get(name):
             found[name] = (left.get(name), right.get(name))
@@ -525,14 +525,15 @@ def _get_json(url: str, path: str, key: str | None, optional: str = "") -> dict[
     return value if isinstance(value, dict) else None
 
 
-def _flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys."""
+    found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
+            found |= flat(value, f"{prefix}{name}.")
         else:
-            flat[f"{prefix}{name}"] = value
-    return flat
+            found[f"{prefix}{name}"] = value
+    return found
 
 
 def _processor() -> str:

@@ -905,6 +905,37 @@ class Store:
         return problems
 
 
+def read_receipts(path: str | Path) -> list[Receipt]:
+    """Receipts of a file that `Store.export` wrote (.parquet, .jsonl, .csv), by time.
+
+    Raises:
+        UsageError: no such file, another ending, or not receipts.
+    """
+    import duckdb
+
+    where = Path(path)
+    readers = {
+        ".parquet": "read_parquet(?)",
+        ".jsonl": "read_json(?, format='newline_delimited')",
+        ".csv": "read_csv(?, all_varchar=true)",
+    }
+    reader = readers.get(where.suffix.lower())
+    if reader is None:
+        raise UsageError(f"{where}: name a .parquet, .jsonl or .csv file of receipts")
+    if not where.is_file():
+        raise UsageError(f"{where}: no such file; `speccheck receipts export` writes one")
+    with duckdb.connect(":memory:", config={"autoinstall_known_extensions": False}) as connection:
+        connection.execute(SCHEMA)
+        try:
+            connection.execute(f"INSERT INTO receipts BY NAME SELECT * FROM {reader}", [str(where)])
+        except duckdb.Error as error:
+            raise UsageError(f"{where}: not receipts: {_first_line(str(error))}") from error
+        rows = connection.execute(
+            f"SELECT {', '.join(_RECEIPT_FIELDS)} FROM receipts ORDER BY scheduled_ns, receipt_id"
+        ).fetchall()
+    return [_receipt(row) for row in rows]
+
+
 _INVARIANTS = (
     (
         "run is not in table runs",

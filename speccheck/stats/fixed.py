@@ -463,6 +463,61 @@ def block_log_ratio(
     return Estimate(math.exp(value), math.exp(value - reach), _exp(value + reach), n, method, alpha)
 
 
+def difference(first: Estimate, second: Estimate) -> Estimate:
+    """What the second is above the first: two independent estimates of one unit, from their own limits.
+
+    Square-and-add (Zou and Donner 2008): each limit is as far from the difference as the two limits
+    that it comes from are from their values, added in quadrature, so that skewed intervals stay
+    skewed. n is the smaller one's.
+
+    Raises:
+        ValueError: limits at different levels.
+    """
+    if first.alpha != second.alpha:
+        raise ValueError("limits at different levels cannot be combined")
+    value = second.value - first.value
+    low = math.hypot(second.value - second.low, first.high - first.value)
+    high = math.hypot(second.high - second.value, first.value - first.low)
+    method = f"difference of two estimates, square-and-add; each: {second.method}"
+    n = min(first.n, second.n)
+    return Estimate(value, value - low, value + high, n, method, first.alpha)
+
+
+def total_variation(
+    first: npt.ArrayLike,
+    second: npt.ArrayLike,
+    *,
+    rng: np.random.Generator,
+    alpha: float,
+    draws: int = DRAWS,
+) -> Estimate:
+    """Half the sum of absolute differences of two samples' shares; counts over the same cells.
+
+    Chance alone makes it positive, so both limits come from redrawing each sample from its own
+    shares (parametric bootstrap): the upper limit is the draws' quantile, the lower one reflects it
+    (basic), and both err to the side of "not known". n is the smaller sample's.
+    """
+    method = f"total variation, parametric bootstrap, {draws} draws"
+    a, b = np.asarray(first, float), np.asarray(second, float)
+    n = int(min(a.sum(), b.sum()))
+    if n == 0:
+        return unknown(method, n=0, alpha=alpha)
+    value = 0.5 * float(np.abs(a / a.sum() - b / b.sum()).sum())
+    drawn = [rng.multinomial(int(x.sum()), x / x.sum(), draws) / x.sum() for x in (a, b)]
+    high = float(np.quantile(0.5 * np.abs(drawn[0] - drawn[1]).sum(axis=1), 1 - alpha))
+    high = min(max(high, value), 1.0)
+    return Estimate(value, max(0.0, 2 * value - high), high, n, method, alpha)
+
+
+def homogeneity(first: npt.ArrayLike, second: npt.ArrayLike) -> tuple[float, float]:
+    """Pearson's chi-square of two samples over the same cells, and its p-value; no empty cells."""
+    table = np.array([first, second], float)
+    expected = table.sum(axis=1, keepdims=True) * table.sum(axis=0) / table.sum()
+    statistic = float(((table - expected) ** 2 / expected).sum())
+    df = table.shape[1] - 1
+    return statistic, chi2_sf(statistic, df) if df else 1.0
+
+
 # --- proportions --------------------------------------------------------------------------------
 
 
