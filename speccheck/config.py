@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import date, timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -49,7 +50,7 @@ def package_dir(name: str) -> Path:
     raise UsageError(f"this installation of speccheck lacks its {name} folder; install it again")
 
 
-def _fraction(value: Any) -> Any:
+def fraction(value: Any) -> Any:
     """`"10%"` as 0.10; numbers stay as they are."""
     if isinstance(value, str):
         number = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*%", value.strip())
@@ -61,8 +62,8 @@ def _fraction(value: Any) -> Any:
     return value
 
 
-Fraction = Annotated[float, BeforeValidator(_fraction), Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, BeforeValidator(_fraction), Field(ge=0, le=1, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(fraction), Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(fraction), Field(ge=0, le=1, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=5, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=2**63 - 1, strict=True)]
 Positive = Annotated[int, Field(ge=1, strict=True)]
@@ -375,15 +376,15 @@ class Rollout(Model):
     """Tasks whose prompts are the protected traffic; None takes prompts of priority `protected`."""
     waive: tuple[str, ...] = ()
     """Differences between the arms, by name, that are accepted beside the speculative config."""
-    expires: date | Annotated[int, Field(ge=1, le=36_500, strict=True)] | None = None
+    expires: date | int | None = None
     """When a promotion ends by itself: a date, or days from the run's beginning."""
 
     @field_validator("expires", mode="before")
     @classmethod
     def _day(cls, value: Any) -> Any:
-        if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        if value is None or (type(value) is int and 1 <= value <= 36_500):
             return value
-        if isinstance(value, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", value):
+        with suppress(TypeError, ValueError):
             return date.fromisoformat(value)
         raise ValueError(f"{value!r} is neither a date such as 2026-12-31 nor a number of days")
 
@@ -506,9 +507,15 @@ def load_model(path: Path, model: type[T], context: Any = None) -> T:
 
 def _read_yaml(path: Path) -> Any:
     from ruamel.yaml import YAML
-    from ruamel.yaml.constructor import DuplicateKeyError
+    from ruamel.yaml.constructor import DuplicateKeyError, RoundTripConstructor
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+    class DatesAsText(RoundTripConstructor):
+        """What looks like a date is text: whether it is one is for the model to say."""
+
+    DatesAsText.add_constructor(
+        "tag:yaml.org,2002:timestamp", lambda loader, node: loader.construct_scalar(node)
+    )
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -518,7 +525,9 @@ def _read_yaml(path: Path) -> Any:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read ({error})") from None
     try:
-        return YAML(typ="rt").load(text)
+        yaml = YAML(typ="rt")
+        yaml.Constructor = DatesAsText
+        return yaml.load(text)
     except DuplicateKeyError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         problem = str(error.problem).split(" with value")[0]

@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from speccheck import calibration, decision, launch, matrix, packet
 from speccheck.config import Guardrails
+from speccheck import calibration, decision, launch, matrix, packet, revisit
 from speccheck.context import STORE_NAME, latest_arms, measured_arms
 from speccheck.errors import ExitCode, StoreError, UsageError
 from speccheck.graded import RERUNS
@@ -258,8 +258,9 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
                 timespec="seconds"
             ),
             "config": run.config["rollout"],
-            "digests": {"corpus": run.corpus_digest, "rules": run.rules_digest}
-            | ({"policy": receipts[0].policy_version} if receipts else {}),
+            "digests": revisit.rests_on(run, arms, receipts),
+            "traffic": [asdict(share) for share in revisit.mix(revisit.measured_traffic(receipts))],
+            "expires": revisit.validity(run),
             "seed": run.seed,
             "versions": {name: run.config["machine"][name] for name in ("speccheck", "python")},
             "machine": {

@@ -11,18 +11,29 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, date, datetime
+from dataclasses import dataclass
+from datetime import UTC, date, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from speccheck import launch, stats
+from speccheck import eligibility, launch, stats
 from speccheck.config import Rollout
-from speccheck.context import PROTECTED, measured_arms
+from speccheck.context import PROTECTED, measured_arms, read_policy, read_rollout
 from speccheck.errors import EngineError, UsageError
 from speccheck.measure import ALPHA
-from speccheck.records import Arm, ArmDescription, Estimate, Outcome, Receipt, Stage, Verdict, worst
+from speccheck.records import (
+    Arm,
+    ArmDescription,
+    Estimate,
+    Outcome,
+    Receipt,
+    Stage,
+    Verdict,
+    digest,
+    worst,
+)
 from speccheck.store import Run, Store
 
 ALPHA_STALE = 0.01
@@ -83,8 +94,8 @@ class Now:
 
     arms: Callable[[], launch.Arms]
     """Describes the arms as they are; an EngineError becomes "could not look"."""
-    identities: Mapping[str, str] = field(default_factory=dict)
-    """policy, rules, corpus and so on as `identities` names them, from today's files."""
+    files: Mapping[str, str] | None = None
+    """Digests of today's policy, rules and corpus."""
     expires: date | None = None
     receipts: Sequence[Receipt] | None = None
 
@@ -92,13 +103,13 @@ class Now:
 # --- what a run rests on ------------------------------------------------------------------------
 
 
-def identities(run: Run, policy_version: str) -> dict[str, str]:
-    """Digests of what a run was decided by: name -> tagged digest."""
-    return {"policy": policy_version, "rules": run.rules_digest, "corpus": run.corpus_digest}
+def rests_on(
+    run: Run, arms: Mapping[Arm, ArmDescription], receipts: Sequence[Receipt]
+) -> dict[str, str]:
+    """What a run's decisions rest on, but the traffic: name -> digest, and a name if it has one.
 
-
-def rests_on(arms: Mapping[Arm, ArmDescription], named: Mapping[str, str]) -> dict[str, str]:
-    """All that a decision rests on but the traffic, in words: target, draft, engines, `named`."""
+    target and draft, both engines, policy, rules and corpus. What was not measured is left out.
+    """
     found: dict[str, str] = {}
     target, speculative = arms.get(Arm.TARGET_ONLY), arms.get(Arm.SPECULATIVE)
     if target is not None:
@@ -107,8 +118,27 @@ def rests_on(arms: Mapping[Arm, ArmDescription], named: Mapping[str, str]) -> di
         found["draft"] = _draft(speculative)
     for arm in (target, speculative):
         if arm is not None:
-            found[f"{arm.arm.replace('_', '-')} engine"] = f"{arm.engine}, {arm.engine_config_id}"
-    return found | dict(named)
+            found[_engine(arm.arm)] = f"{arm.engine}, {arm.engine_config_id}"
+    return found | _named(run, receipts)
+
+
+def _named(run: Run, receipts: Sequence[Receipt]) -> dict[str, str]:
+    """Digests of the files that a run was decided by."""
+    policies = {receipt.policy_version for receipt in receipts if receipt.stage in tuple(Stage)}
+    policy = {"policy": policies.pop()} if len(policies) == 1 else {}
+    return {**policy, "rules": run.rules_digest, "corpus": run.corpus_digest}
+
+
+def validity(run: Run) -> str:
+    """How long a run's decisions hold, to be read after "valid until"."""
+    begun, stated = run_date(run), run.config["rollout"].get("expires")
+    expires = begun + timedelta(days=stated) if isinstance(stated, int) else stated
+    changed = "something it rests on changes (speccheck revisit tells)"
+    return changed if expires is None else f"{expires}, or until {changed}"
+
+
+def _engine(arm: Arm) -> str:
+    return f"{arm.replace('_', '-')} engine"
 
 
 def _target(arm: ArmDescription) -> str:
@@ -164,6 +194,18 @@ def cohort(receipt: Receipt) -> str:
     return ", ".join([receipt.route, *task, *bands])
 
 
+def rollout_now(path: Path) -> tuple[Rollout, dict[str, str]]:
+    """A rollout as its files are now, and the digests of policy, rules and corpus.
+
+    Raises:
+        UsageError: with file and line.
+    """
+    rollout, guardrails, corpus = read_rollout(path)
+    policy = eligibility.policy_version(rollout, read_policy(path, rollout, corpus))
+    rules = digest("rules", guardrails.model_dump(mode="json"))
+    return rollout, {"policy": policy, "rules": rules, "corpus": corpus.digest}
+
+
 # --- then and now -------------------------------------------------------------------------------
 
 
@@ -194,11 +236,9 @@ def revisit(
     if not decided:
         raise UsageError(f"{opened.path}: run {run_id} has decided nothing yet: nothing to revisit")
     receipts = [r for r in opened.receipts(run_id) if r.stage in tuple(Stage)]
-    policies = {receipt.policy_version for receipt in receipts}
-    named = identities(run, next(iter(policies))) if len(policies) == 1 else {}
     items = [_expiry(now.expires, today)]
     items += _engines(opened, run_id, now.arms)
-    items += _named(named, now.identities)
+    items += _files_changed(_named(run, receipts), now.files)
     items += _traffic(receipts, now.receipts, max_shift, max_drift)
     return Revisit(run_id, today, tuple(items))
 
@@ -245,7 +285,7 @@ def _engines(opened: Store, run_id: str, look: Callable[[], launch.Arms]) -> lis
     ]
     for arm in Arm:
         a, b = then[arm], now[arm]
-        name = f"{arm.replace('_', '-')} engine"
+        name = _engine(arm)
         if a.engine_config_id == b.engine_config_id:
             items.append(Item(name, Verdict.PASS, f"unchanged, {a.engine}, {a.engine_config_id}"))
             continue
@@ -290,10 +330,10 @@ def _same(name: str, was: str, now: str) -> Item:
     return Item(name, Verdict.FAIL, f"{was} then, {now} now", was=was, now=now)
 
 
-def _named(then: Mapping[str, str], now: Mapping[str, str]) -> list[Item]:
-    if not now:
+def _files_changed(then: Mapping[str, str], now: Mapping[str, str] | None) -> list[Item]:
+    if now is None:
         why = "not compared: give --rollout"
-        return [Item(", ".join(then) or "policy", Verdict.PASS, why, counted=False)]
+        return [Item("policy, rules, corpus", Verdict.PASS, why, counted=False)]
     items = []
     for name, is_now in now.items():
         was = then.get(name)

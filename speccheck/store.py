@@ -917,7 +917,7 @@ def read_receipts(path: str | Path) -> list[Receipt]:
     readers = {
         ".parquet": "read_parquet(?)",
         ".jsonl": "read_json(?, format='newline_delimited')",
-        ".csv": "read_csv(?, all_varchar=true)",
+        ".csv": "read_csv(?, all_varchar=true, allow_quoted_nulls=false)",
     }
     reader = readers.get(where.suffix.lower())
     if reader is None:

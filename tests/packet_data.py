@@ -911,7 +911,11 @@ def run_row() -> dict[str, Any]:
         "machine": {"processor": "2 shared cores", "cores": 2, "system": "Linux"},
         "differences": {"max_num_seqs": [64, 32], "scheduler.policy": ["fcfs", "priority"]},
         "waived": ["scheduler.policy"],
-        "expires": "2026-12-29, or with the next model, draft, engine or policy",
+        "expires": "2026-12-29, or until something it rests on changes",
+        "traffic": [
+            {"cohort": "support, greedy, 64-255 prompt tokens", "n": 300, "share": 0.75},
+            {"cohort": "prose, mid, <64 prompt tokens", "n": 100, "share": 0.25},
+        ],
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -177,3 +178,32 @@ def test_the_policy_version_changes_with_the_routes(tmp_path: Path) -> None:
     two = load_rollout(write(tmp_path / "b.yaml", ROLLOUT.replace("0.0", "0.5")))
     assert one.policy_version != two.policy_version
     assert one.policy_version == load_rollout(tmp_path / "a.yaml").policy_version
+
+
+def expiring(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "rollout.yaml"
+    path.write_text(
+        f"name: x\nexpires: {text}\nspeculation: {{method: ngram}}\nroutes: [{{name: a}}]\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "last"),
+    [
+        ("2026-12-31", date(2026, 12, 31)),
+        ('"2026-12-31"', date(2026, 12, 31)),
+        ("30", date(2026, 12, 29)),
+        ("null", None),
+    ],
+)
+def test_expires_is_a_date_or_days(tmp_path: Path, text: str, last: date | None) -> None:
+    """A date stands; days count from the run's beginning; none is none."""
+    assert load_rollout(expiring(tmp_path, text)).expiry(date(2026, 11, 29)) == last
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-3", "1.5", "true", "2026-13-01", "99999999"])
+def test_another_expiry_is_an_error_with_its_line(tmp_path: Path, text: str) -> None:
+    """Never a default, never a traceback."""
+    with pytest.raises(UsageError, match=r"rollout.yaml:2: expires"):
+        load_rollout(expiring(tmp_path, text))

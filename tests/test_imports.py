@@ -51,6 +51,7 @@ ORDER = [
     "packet",
     "context",
     "estimate",
+    "revisit",
     "probe",
     "graded",
     "replay",

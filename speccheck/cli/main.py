@@ -21,6 +21,7 @@ import click
 from speccheck import __version__
 from speccheck.cli.data import corpus, receipts
 from speccheck.cli.estimate import estimate
+from speccheck.cli.revisit import revisit
 from speccheck.cli.shell import (
     PATH,
     STAGES,
@@ -400,5 +401,5 @@ def packet(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
     return ExitCode.JUDGED_BAD if written.missing else ExitCode.PASS
 
 
-for _command in (receipts, corpus, estimate, sweep):
+for _command in (receipts, corpus, estimate, sweep, revisit):
     cli.add_command(_command)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from speccheck import stats
 from speccheck.packet import view
 from speccheck.packet.evidence import RunEvidence
@@ -47,10 +50,27 @@ def comparison_view(evidence: RunEvidence) -> view.ComparisonView:
         ),
         versions=setting_lines(run.get("versions", {})),
         digests=setting_lines(run.get("digests", {})),
+        traffic=_traffic(run.get("traffic", ())),
         machine=setting_lines(run.get("machine", {})),
         config=setting_lines(run.get("config", {})),
         seed=str(run.get("seed", "not recorded")),
     )
+
+
+_SHOWN = 20
+"""Cohorts of the traffic mix that are shown; the smaller ones are summed up."""
+
+
+def _traffic(mix: Sequence[Mapping[str, Any]]) -> tuple[view.TrafficLine, ...]:
+    lines = [
+        view.TrafficLine(one["cohort"], one["n"], Figure("", one["share"], "share"))
+        for one in mix[:_SHOWN]
+    ]
+    if rest := mix[_SHOWN:]:
+        share = Figure("", sum(one["share"] for one in rest), "share")
+        name = counted(len(rest), "smaller cohort")
+        lines.append(view.TrafficLine(name, sum(one["n"] for one in rest), share))
+    return tuple(lines)
 
 
 _NOT_BETTER = (

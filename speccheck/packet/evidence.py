@@ -41,6 +41,14 @@ class EstimateDict(TypedDict):
 Interval = Estimate | EstimateDict | NotMeasured | None
 
 
+class TrafficShare(TypedDict):
+    """One cohort of the traffic mix."""
+
+    cohort: str
+    n: int
+    share: float
+
+
 class RunFacts(TypedDict, total=False):
     """The run row. Only `run_id` and `created` are needed; all else is shown where it is given."""
 
@@ -50,7 +58,10 @@ class RunFacts(TypedDict, total=False):
     config: Mapping[str, Any]
     """rollout.yaml as it was resolved, defaults included."""
     digests: Mapping[str, str]
-    """corpus, rules, policy, target, draft, plan ...: name -> tagged digest."""
+    """What the decisions rest on: target, draft, engines, corpus, rules, policy ...: name ->
+    tagged digest, in words where that says more."""
+    traffic: Sequence[TrafficShare]
+    """The traffic that was measured, by cohort: what the decisions rest on, too."""
     seed: int
     versions: Mapping[str, str]
     """speccheck, python, numpy, onnxruntime, vllm ...: name -> version."""

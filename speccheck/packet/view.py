@@ -739,6 +739,15 @@ class DifferenceLine:
 
 
 @dataclass(frozen=True)
+class TrafficLine:
+    """One cohort of the traffic that was measured."""
+
+    cohort: str
+    n: int
+    share: Figure
+
+
+@dataclass(frozen=True)
 class ComparisonView:
     """Versions, configurations, digests, and what differs between the arms."""
 
@@ -746,6 +755,7 @@ class ComparisonView:
     differences: tuple[DifferenceLine, ...]
     versions: tuple[Setting, ...]
     digests: tuple[Setting, ...]
+    traffic: tuple[TrafficLine, ...]
     machine: tuple[Setting, ...]
     config: tuple[Setting, ...]
     seed: str

@@ -464,7 +464,7 @@ def block_log_ratio(
 
 
 def difference(first: Estimate, second: Estimate) -> Estimate:
-    """What the second is above the first: two independent estimates of one unit, from their own limits.
+    """How much the second of two independent estimates is above the first, from their limits.
 
     Square-and-add (Zou and Donner 2008): each limit is as far from the difference as the two limits
     that it comes from are from their values, added in quadrature, so that skewed intervals stay
