@@ -255,7 +255,7 @@ def _asked_tokens(rollout: Rollout, messages: Sequence[Mapping[str, str]]) -> in
 
 def captured_names(pair: Arms) -> set[str]:
     """Names that a difference between these arms can have; empty where servers report nothing."""
-    names = {name for arm in pair for name in _flat(arm.config)}
+    names = {name for arm in pair for name in flat(arm.config)}
     return names | {"engine", "model"} if names else names
 
 

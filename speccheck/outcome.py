@@ -15,8 +15,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from speccheck.config import Guardrails
 from speccheck import calibration, decision, launch, matrix, packet, revisit
+from speccheck.config import Guardrails
 from speccheck.context import STORE_NAME, latest_arms, measured_arms
 from speccheck.errors import ExitCode, StoreError, UsageError
 from speccheck.graded import RERUNS
