@@ -188,6 +188,47 @@ class Attached(Model):
         return self
 
 
+class ArmGpus(Model):
+    """CUDA_VISIBLE_DEVICES of each server."""
+
+    target_only: str
+    speculative: str
+
+
+class VllmServers(Model):
+    """Two vLLM servers that speccheck starts; they differ in the speculative config only."""
+
+    target: str = PACKAGED
+    """Model folder or hub name."""
+    name: str = "target"
+    """Model name that requests ask for (--served-model-name)."""
+    python: str | None = None
+    """Interpreter that has vLLM; None is the one that runs speccheck."""
+    args: dict[str, Any] = {}
+    """Further arguments of both servers: name (without dashes) -> value; true is a bare flag."""
+    env: dict[str, str] = {}
+    """Environment of both servers, beside ours."""
+    ports: tuple[int, int] = (0, 0)
+    """Of target-only and speculative; 0 takes a free one."""
+    gpus: ArmGpus | None = None
+    """Which GPUs each server sees; None leaves CUDA_VISIBLE_DEVICES as it is."""
+    layout: Literal["side_by_side", "alternate"] = "side_by_side"
+    """Both at once, or one after the other where only one fits."""
+    start_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
+
+    @field_validator("args")
+    @classmethod
+    def _ours(cls, value: dict[str, Any]) -> dict[str, Any]:
+        ours = {
+            *("model", "host", "port", "served-model-name", "speculative-config", "sc"),
+            *("spec-method", "spec-model", "spec-tokens", "per-request-spec-decode-metrics"),
+        }
+        for name in value:
+            if name.lstrip("-").replace("_", "-") in ours:
+                raise ValueError(f"{name!r} is set by speccheck; leave it out")
+        return value
+
+
 class CorpusConfig(Model):
     """Which prompts."""
 
@@ -354,8 +395,9 @@ class Rollout(Model):
     version: Literal[1] = 1
     name: Annotated[str, Field(min_length=1, max_length=128)]
     seed: Count = 0
-    engine: Literal["embedded", "attached"] = "embedded"
+    engine: Literal["embedded", "vllm", "attached"] = "embedded"
     embedded: Embedded = Embedded()
+    vllm: VllmServers = VllmServers()
     attached: Attached | None = None
     speculation: dict[str, Any]
     """The speculative config, in vLLM's own words (`--speculative-config`)."""

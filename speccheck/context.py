@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from speccheck import __version__, eligibility, launch, store
+from speccheck import __version__, eligibility, launch, store, vllm
 from speccheck.config import (
     PACKAGED,
     Guardrails,
@@ -98,7 +98,9 @@ class RunContext:
         """
         if self._arms is None:
             self.report.line("  waiting for the two servers")
-            pair = self._stack.enter_context(launch.arms(self.rollout, self.out / "logs"))
+            pair = self._stack.enter_context(
+                launch.arms(self.rollout, self.out / "logs", say=self.report.line)
+            )
             for arm in pair:
                 known = {
                     a.engine_config_id
@@ -350,6 +352,7 @@ def read_rollout(path: Path) -> tuple[Rollout, Guardrails, Corpus]:
             sorted(package_dir("corpora").glob("*.jsonl")) if packaged else [path.parent / entry]
         )
     _check_embedded(path, rollout)
+    _check_vllm(path, rollout)
     corpus = load_corpus(paths, format=rollout.corpus.format)
     _check_tasks(path, rollout, corpus)
     if rollout.corpus.limit_per_task is not None:
@@ -396,6 +399,26 @@ def _check_tasks(path: Path, rollout: Rollout, corpus: Corpus) -> None:
                     f"{path}: {where}: the corpus has no task {task!r}; it has "
                     f"{', '.join(sorted(known - {EVERY_TASK}))}"
                 )
+
+
+def _check_vllm(path: Path, rollout: Rollout) -> None:
+    """What vLLM would refuse after a minute of starting is refused here.
+
+    Raises:
+        UsageError: a setting of `speculation`, or a model folder that is not there.
+    """
+    if rollout.engine != "vllm":
+        return
+    errors = [f"speculation: {text}" for text in vllm.check_speculation(rollout.speculation).errors]
+    draft = rollout.speculation.get("model")
+    for key, model, role in (
+        ("vllm.target", rollout.vllm.target, "target"),
+        ("speculation.model", draft, "draft"),
+    ):
+        if isinstance(model, str) and (missing := vllm.missing_model(model, role)):
+            errors.append(f"{key}: {missing}")
+    if errors:
+        raise UsageError("\n".join(f"{path}: {text}" for text in errors))
 
 
 def read_policy(path: Path, rollout: Rollout, corpus: Corpus) -> eligibility.Eligibility | None:

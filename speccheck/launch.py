@@ -20,13 +20,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from speccheck.config import PACKAGED, Rollout
+from speccheck import vllm
+from speccheck.config import PACKAGED, Rollout, VllmServers
 from speccheck.engine.settings import SpeculativeSettings
 from speccheck.errors import EngineError, UsageError
 from speccheck.records import Arm, ArmDescription
@@ -57,12 +58,13 @@ class Arms:
 
 
 @contextmanager
-def arms(rollout: Rollout, log_dir: Path) -> Iterator[Arms]:
+def arms(rollout: Rollout, log_dir: Path, *, say: Callable[[str], None]) -> Iterator[Arms]:
     """The pair that a rollout names, ready to answer; stopped on the way out if we started it.
 
     Args:
         rollout: what to start or attach to.
         log_dir: folder for the servers' logs (`target_only.log`, `speculative.log`).
+        say: told how the start goes on, where it takes long.
 
     Raises:
         EngineError: a server does not start, does not answer, or dies on the way.
@@ -70,6 +72,10 @@ def arms(rollout: Rollout, log_dir: Path) -> Iterator[Arms]:
     """
     if rollout.engine == "attached":
         yield _attach(rollout)
+        return
+    if rollout.engine == "vllm":
+        with _vllm(rollout, log_dir, say) as pair:
+            yield pair
         return
     processes: list[subprocess.Popen[str]] = []
     try:
@@ -187,6 +193,12 @@ def resident_bytes(pid: int) -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
+def accepted(differing: Iterable[str], waive: Sequence[str]) -> dict[str, str]:
+    """The differences between the arms that do not make the comparison void: name -> why."""
+    why = {name: "follows from speculation" for name in differing if vllm.follows(name)}
+    return why | {name: "waived by name" for name in differing if name in waive}
+
+
 def differences(pair: Arms) -> dict[str, tuple[Any, Any]]:
     """What differs between the arms beside the speculative config: name -> (target, speculative).
 
@@ -270,6 +282,52 @@ def machine() -> dict[str, Any]:
         "python": platform.python_version(),
         "speccheck": __version__,
     }
+
+
+# --- vLLM ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _vllm(rollout: Rollout, log_dir: Path, say: Callable[[str], None]) -> Iterator[Arms]:
+    """Two vLLM servers, started together where each has its own memory, else one after the other.
+
+    Two that share a GPU measure its free memory at start, and would take each other's.
+    """
+    servers = rollout.vllm
+    installed = vllm.require(servers.python)
+    say(f"  starting vLLM {installed.version}: {installed.start_note}")
+    gpus = servers.gpus
+    apart = gpus is not None and gpus.target_only != gpus.speculative
+    together = apart or not any(Path("/dev").glob("nvidia[0-9]*"))
+    processes: list[subprocess.Popen[str]] = []
+    urls: dict[Arm, str] = {}
+    try:
+        for arm, config in ((Arm.TARGET_ONLY, None), (Arm.SPECULATIVE, rollout.speculation)):
+            process, urls[arm] = vllm.start(installed, servers, arm, config, log_dir / f"{arm}.log")
+            processes.append(process)
+            if not together:
+                _wait(process, arm, urls[arm], servers, log_dir, say)
+        if together:
+            for process, arm in zip(processes, urls, strict=True):
+                _wait(process, arm, urls[arm], servers, log_dir, say)
+        yield Arms(
+            _describe(Arm.TARGET_ONLY, urls[Arm.TARGET_ONLY], servers.name, None),
+            _describe(Arm.SPECULATIVE, urls[Arm.SPECULATIVE], servers.name, None),
+        )
+    finally:
+        _stop(processes, vllm.STOP_TIMEOUT_S)
+
+
+def _wait(
+    process: subprocess.Popen[str],
+    arm: Arm,
+    url: str,
+    servers: VllmServers,
+    log_dir: Path,
+    say: Callable[[str], None],
+) -> None:
+    log_path = log_dir / f"{arm}.log"
+    vllm.wait_ready(process, arm, url, log_path, servers.start_timeout_s, say)
 
 
 # --- embedded -----------------------------------------------------------------------------------
@@ -369,13 +427,13 @@ def _tail(log_path: Path) -> str:
     return f"; the end of {log_path}:\n    {shown}"
 
 
-def _stop(processes: list[subprocess.Popen[str]]) -> None:
+def _stop(processes: list[subprocess.Popen[str]], timeout_s: float = STOP_TIMEOUT_S) -> None:
     for process in processes:
         if process.poll() is None:
             process.terminate()
     for process in processes:
         try:
-            process.wait(timeout=STOP_TIMEOUT_S)
+            process.wait(timeout=timeout_s)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -456,7 +514,8 @@ def _description(
 
 def _server_info(url: str, key: str | None) -> dict[str, Any]:
     """The server's own account of its configuration; empty where it gives none."""
-    return _get_json(url, "/server_info?config_format=json", key, optional="server_info") or {}
+    info = _get_json(url, "/server_info?config_format=json", key, optional="server_info")
+    return dict(vllm.settled(info or {}))
 
 
 def _names_speculation(info: Mapping[str, Any]) -> bool:

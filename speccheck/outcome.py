@@ -267,7 +267,7 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
                 name: run.config["machine"][name] for name in ("processor", "cores", "system")
             },
             "differences": differing,
-            "waived": run.config["rollout"]["waive"],
+            "waived": launch.accepted(differing, run.config["rollout"]["waive"]),
         },
         arms=[{**asdict(arm), "engine_config_id": arm.engine_config_id} for arm in arms.values()],
         stages=results,

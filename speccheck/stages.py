@@ -509,8 +509,10 @@ def _invalid(run: RunContext) -> str:
     pair = measured_arms(run.store, run.run_id)
     if pair is None:
         return ""
-    for name, (target, speculative) in launch.differences(pair).items():
-        if name not in run.rollout.waive:
+    differing = launch.differences(pair)
+    accepted = launch.accepted(differing, run.rollout.waive)
+    for name, (target, speculative) in differing.items():
+        if name not in accepted:
             return (
                 f"the arms differ in more than speculation: {name} is {target!r} on target-only "
                 f"and {speculative!r} on the other; make them equal, or name it under `waive`"

@@ -149,7 +149,7 @@ def test_attached_servers_that_are_no_pair(
             "routes": [{"name": "support"}],
         }
     )
-    with pytest.raises(UsageError, match=word), launch.arms(rollout, Path("unused")):
+    with pytest.raises(UsageError, match=word), launch.arms(rollout, Path("unused"), say=print):
         pass
 
 

@@ -28,6 +28,8 @@ ORDER = [
     "logs",
     "plan",
     "turns",
+    "supervise",
+    "vllm",
     "launch",
     "client",
     "eligibility",

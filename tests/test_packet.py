@@ -497,7 +497,7 @@ def test_secrets_do_not_reach_the_packet(small: Written) -> None:
 def test_differences_between_the_arms_say_whether_they_were_waived(small: Written) -> None:
     """A waived difference and one that is not are told apart in words."""
     lines = {line.key: line.waived for line in small[0].comparison.differences}
-    assert lines == {"max_num_seqs": False, "scheduler.policy": True}
+    assert lines == {"max_num_seqs": "", "scheduler.policy": "waived by name"}
     assert "NOT waived" in small[1]["packet.html"]
 
 

@@ -17,7 +17,7 @@ from speccheck.errors import UsageError
 
 PACKAGED = "packaged"
 MAX_PROPOSAL_LENGTH = 15  # verifier.uniform counts 16 positions a round
-_PAIR = Path(__file__).parent / "pair"
+PAIR_DIR = Path(__file__).parent / "pair"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class SpeculativeSettings:
     @property
     def model_dir(self) -> Path:
         """The draft model's directory. Only for method draft_model."""
-        return _PAIR / "draft" if self.model in (None, PACKAGED) else Path(str(self.model))
+        return PAIR_DIR / "draft" if self.model in (None, PACKAGED) else Path(str(self.model))
 
     def as_config(self) -> dict[str, Any]:
         """The config as JSON, fields that mean nothing to the method left out."""
@@ -160,7 +160,7 @@ class EngineSettings:
     @property
     def model_dir(self) -> Path:
         """The target model's directory."""
-        return _PAIR / "target" if self.model == PACKAGED else Path(self.model)
+        return PAIR_DIR / "target" if self.model == PACKAGED else Path(self.model)
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ from speccheck.records import Arm, Outcome, Stage
 def comparison_view(evidence: RunEvidence) -> view.ComparisonView:
     """Arms, what differs between them, versions, digests, machine and the rollout."""
     run = evidence.run
-    waived = set(run.get("waived", ()))
+    waived = run.get("waived", {})
     return view.ComparisonView(
         arms=tuple(
             view.ArmView(
@@ -44,7 +44,7 @@ def comparison_view(evidence: RunEvidence) -> view.ComparisonView:
                 key=key,
                 target_only=setting_text(key, target),
                 speculative=setting_text(key, speculative),
-                waived=key in waived,
+                waived=waived.get(key, ""),
             )
             for key, (target, speculative) in run.get("differences", {}).items()
         ),

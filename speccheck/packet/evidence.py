@@ -69,8 +69,8 @@ class RunFacts(TypedDict, total=False):
     """cpu, cores, gpu, driver, os ...: whatever was captured."""
     differences: Mapping[str, Sequence[Any]]
     """`launch.differences`, the waived ones included: dotted key -> (target-only, speculative)."""
-    waived: Sequence[str]
-    """The keys that rollout.yaml waives by name."""
+    waived: Mapping[str, str]
+    """Those that do not make the comparison void -> why (`launch.accepted`)."""
     expires: str
     """When the decision ends by itself, or what makes it void (new model, engine, policy)."""
     override: str

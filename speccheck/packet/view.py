@@ -735,7 +735,8 @@ class DifferenceLine:
     key: str
     target_only: str
     speculative: str
-    waived: bool
+    waived: str
+    """Why it does not count; empty where it does."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,61 @@
+"""Run a command so that it cannot outlive whoever started it: `python -m speccheck.supervise`.
+
+vLLM's servers are several processes and know nothing of the program that started them. This one
+stands between: it ends with its parent, even where that was killed (the kernel tells it), and takes
+the whole process group of the command with it. Standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from types import FrameType
+
+_PR_SET_PDEATHSIG = 1
+GRACE_S = 15.0
+"""How long the command may take to end by itself; vLLM's engine frees its memory in that time."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `argv[1:]` until it ends, or the process `argv[0]`, our parent, does."""
+    parent = int(argv[0])
+    signal.signal(signal.SIGTERM, _ended)
+    signal.signal(signal.SIGINT, _ended)
+    _end_with_parent()
+    if os.getppid() != parent:
+        return 128 + signal.SIGTERM  # it ended before the kernel was told
+    child = subprocess.Popen(argv[1:], process_group=0, preexec_fn=_end_with_parent)  # noqa: PLW1509
+    try:
+        return child.wait()
+    except SystemExit:
+        _stop_group(child)
+        raise
+
+
+def _ended(signum: int, _frame: FrameType | None) -> None:
+    raise SystemExit(128 + signum)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _stop_group(child: subprocess.Popen[bytes]) -> None:
+    os.killpg(child.pid, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    try:
+        os.killpg(child.pid, signal.SIGKILL)  # what is left of the group, workers included
+    except ProcessLookupError:
+        return
+    child.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
