@@ -15,19 +15,21 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from speccheck import stats
-from speccheck.calibration import TOGETHER, Calibration
+from speccheck.calibration import TOGETHER, Calibration, calibrate
+from speccheck.config import Rollout
 from speccheck.corpus import Corpus
 from speccheck.engine.drafters import NgramIndex
 from speccheck.errors import UsageError
-from speccheck.logs import LoggedAnswer, chat_ids
+from speccheck.logs import LoggedAnswer, chat_ids, open_tokenizer
 from speccheck.measure import ALPHA
-from speccheck.records import Arm, Estimate, Outcome, Stage, temperature_band
+from speccheck.records import CALIBRATION, Arm, Estimate, Outcome, Stage, temperature_band
 from speccheck.speed import Costs
 from speccheck.store import Store
 from speccheck.suffix import SuffixDrafter, SuffixSettings
@@ -455,3 +457,49 @@ def run_answers(
             temperature=receipt.temperature,
             max_tokens=len(output) if receipt.finish_reason == "length" else prompt.max_tokens,
         )
+
+
+def scheduling_notes(
+    opened: Store, run_id: str, rollout: Rollout, corpus: Corpus, folder: Path
+) -> list[str]:
+    """What the rollout's own lookup drafting should do on each route, from target-only answers.
+
+    One sentence per route; empty for drafts of a model, and where replay kept no answers. `folder`
+    holds the target's tokenizer.
+    """
+    spec = rollout.speculation
+    k = spec.get("num_speculative_tokens")
+    method = str(spec.get("method"))
+    if not isinstance(k, int) or not method.startswith(("ngram", "suffix")):
+        return []
+    if method.startswith("ngram"):
+        low, high = spec.get("prompt_lookup_min"), spec.get("prompt_lookup_max")
+        feed = Replay(ks=[k], ngrams=[(low or high or 5, high or low or 5)])
+    else:
+        given = {
+            field.name: spec[f"suffix_decoding_{field.name}"]
+            for field in fields(SuffixSettings)
+            if f"suffix_decoding_{field.name}" in spec
+        }
+        feed = Replay(ks=[k], ngrams=[], suffix=SuffixSettings(**given))
+    try:
+        for answer in run_answers(opened, run_id, corpus, open_tokenizer(str(folder))):
+            feed.add(replace(answer, task="unknown", temperature=None))
+    except UsageError:
+        return []
+    costs = lookup_costs(calibrate(opened.receipts(run_id, stage=CALIBRATION)))
+    return [_note(cohort) for cohort in feed.estimates(costs).cohorts if cohort.route]
+
+
+def _note(cohort: CohortEstimate) -> str:
+    line = cohort.drafting[-1]
+    passes, saved = line.tokens_per_pass, line.saved_share
+    text = (
+        f"{cohort.route}: from target-only answers alone {line.method} at k = {line.k} gives "
+        f"{passes.value:.2f} tokens per pass ({passes.low:.2f} to {passes.high:.2f}, n "
+        f"{cohort.prompts} prompts) and saves {saved.value:.0%} of the target's passes before costs"
+    )
+    if not line.speedup:
+        return f"{text}; the speed-up is not estimated, since no costs are calibrated"
+    told = [f"{e.value:.2f}x ({e.low:.2f} to {e.high:.2f}) {at}" for at, e in line.speedup.items()]
+    return f"{text}; with calibrated costs decoding is {', '.join(told)}"

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from speccheck import plan, stats
 from speccheck.config import Rollout, Route
-from speccheck.context import PROTECTED, RunContext
+from speccheck.context import PROTECTED, RunContext, latest_arms
+from speccheck.estimate import scheduling_notes
 from speccheck.records import (
     Arm,
     Finding,
@@ -248,3 +250,16 @@ def _mirrored_blocks(receipts: Sequence[Receipt]) -> set[int]:
 
 def _quantile(values: Sequence[float], p: float) -> float | None:
     return stats.quantile(values, p) if values else None
+
+
+def lookup_notes(run: RunContext) -> list[str]:
+    """What lookup drafting should save on each route, estimated without load (see `estimate`).
+
+    Empty for drafts of a model, and where the target's tokenizer is not on this machine.
+    """
+    target = latest_arms(run.store, run.run_id).get(Arm.TARGET_ONLY)
+    captured = {} if target is None else target.config.get("vllm_config", {})
+    folder = Path(str(captured.get("model_config", {}).get("model", "")))
+    if not (folder / "tokenizer.json").is_file():
+        return []
+    return scheduling_notes(run.store, run.run_id, run.rollout, run.corpus, folder)

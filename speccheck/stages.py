@@ -80,6 +80,7 @@ class Judged:
     findings: list[Finding] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     verdict: Verdict | None = None
     """Of the stage as a whole where it decides no routes; else the worst of its decisions."""
 
@@ -277,6 +278,7 @@ def shadow_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         _judge_route(run, judged, Stage.SHADOW, route.name, measured)
     delay = next((f for f in judged.findings if f.rule == "max_protected_delay"), None)
     judged.evidence = shadow.evidence(run, receipts, protected, delay)
+    judged.notes = shadow.lookup_notes(run)
     return judged
 
 
@@ -556,7 +558,7 @@ def _keep(run: RunContext, stage: Stage, judged: Judged, started: str) -> None:
         "finished": _now(),
         "counts": _counts(receipts),
         "client_health": _health(run, stage),
-        "notes": [],
+        "notes": judged.notes,
         "evidence": to_json(judged.evidence),
     }
     run.store.put_stage(store.StageResult(run.run_id, stage, time.time_ns(), verdict, evidence))

@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
+from rule_receipts import receipt
 
 from speccheck import stats
-from speccheck.config import package_dir
-from speccheck.corpus import load_corpus
+from speccheck.config import Rollout, package_dir
+from speccheck.corpus import Corpus, load_corpus
 from speccheck.engine.engine import Completion, Engine
 from speccheck.engine.sampling import SamplingParams
 from speccheck.engine.sequence import Request
 from speccheck.engine.settings import EngineSettings
-from speccheck.estimate import Drafting, Method, Replay, replay
-from speccheck.logs import LoggedAnswer, chat_ids
+from speccheck.errors import UsageError
+from speccheck.estimate import (
+    Drafting,
+    Method,
+    Replay,
+    replay,
+    run_answers,
+    scheduling_notes,
+)
+from speccheck.logs import LoggedAnswer, chat_ids, open_tokenizer
+from speccheck.records import Answer, to_json
 from speccheck.speed import Costs, saved_passes
+from speccheck.store import Run, Store
 from speccheck.suffix import SuffixSettings
 from speccheck.tables import load_table
 
@@ -283,7 +295,94 @@ def test_nothing_drafted_is_unknown_and_never_zero() -> None:
 
 def test_json_form_is_finite() -> None:
     """What is printed as JSON has no NaN in it."""
-    from speccheck.records import to_json
-
     told = to_json(fed([LoggedAnswer("p", [1], [2])]).estimates())
     json.dumps(told, allow_nan=False)
+
+
+# --- the answers of a run -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[tuple[Store, Corpus]]:
+    """A run whose replay kept target-only answers that repeat their prompts."""
+    corpus = load_corpus(sorted(package_dir("corpora").glob("*.jsonl"))).limited(2)
+    tokenizer = open_tokenizer("packaged")
+    with Store.open(tmp_path / "receipts.duckdb") as store:
+        store.begin_run(Run("run", 0, 1, corpus.digest, "r", {}), wall_ns=0, clock_ns=0)
+        batch = []
+        for i, prompt in enumerate(corpus.prompts):
+            ids = chat_ids(tokenizer, prompt)
+            made = receipt(
+                i,
+                "target_only",
+                stage="replay",
+                phase="greedy" if i % 2 else "aa",
+                prompt_id=f"{prompt.prompt_id}@r" if i == 1 else prompt.prompt_id,
+                route="r",
+                task=prompt.task,
+                prompt_tokens=len(ids),
+                finish_reason="stop",
+            )
+            batch.append((made, Answer(made.receipt_id, "", tuple(ids[:30]))))
+        store.append_receipts(batch)
+        yield store, corpus
+
+
+def test_the_answers_of_a_run_are_its_greedy_and_sampled_target_only_ones(
+    run: tuple[Store, Corpus],
+) -> None:
+    """With the prompts of the corpus as the server saw them; the A/A control is left out."""
+    store, corpus = run
+    found = list(run_answers(store, "run", corpus, open_tokenizer("packaged")))
+    assert len(found) == len(corpus.prompts) // 2
+    assert found[0].prompt_id == f"{corpus.prompts[1].prompt_id}@r"
+    assert list(found[0].output) == found[0].prompt[:30]
+    assert found[0].max_tokens == corpus.prompts[1].max_tokens
+    with pytest.raises(UsageError, match="not in the corpus"):
+        list(run_answers(store, "run", corpus.limited(1), open_tokenizer("packaged")))
+
+
+def test_another_tokenizer_is_noticed(run: tuple[Store, Corpus]) -> None:
+    """The server's own count of prompt tokens tells."""
+    store, corpus = run
+
+    class Other:
+        def render_chat(self, messages: object) -> str:
+            return "x"
+
+        def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+            return [1, 2, 3]
+
+    with pytest.raises(UsageError, match="has 3 tokens, the server counted"):
+        list(run_answers(store, "run", corpus, Other()))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("speculation", "words"),
+    [
+        ({"method": "ngram", "prompt_lookup_max": 3}, "ngram 3-3 at k = 4 gives "),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 8}, "suffix at k = 4 gives "),
+        ({"method": "draft_model", "model": "packaged"}, None),
+    ],
+)
+def test_a_rollout_of_lookup_drafting_is_estimated_before_any_load(
+    run: tuple[Store, Corpus], speculation: dict[str, object], words: str | None
+) -> None:
+    """One sentence per route, with interval and n; without costs it says so."""
+    store, corpus = run
+    rollout = Rollout.model_validate(
+        {
+            "name": "x",
+            "speculation": {**speculation, "num_speculative_tokens": 4},
+            "routes": [{"name": "r", "tasks": ["*"]}],
+        }
+    )
+    folder = EngineSettings().model_dir
+    notes = scheduling_notes(store, "run", rollout, corpus, folder)
+    if words is None:
+        assert notes == []
+        return
+    (note,) = notes
+    assert note.startswith(f"r: from target-only answers alone {words}")
+    assert "n 9 prompts" in note
+    assert note.endswith("the speed-up is not estimated, since no costs are calibrated")
