@@ -222,37 +222,53 @@ def count_prompt_tokens(
 ) -> dict[str, int]:
     """Name -> prompt length in tokens, by the target's own tokenizer and chat template.
 
-    Attached servers are asked (`/tokenize`, vLLM has it); what they do not answer is left out.
+    Attached servers are asked (`/tokenize`, vLLM has it); what they do not answer is left out, and
+    so is a model that vLLM would fetch.
 
     Raises:
-        EngineError: the embedded engine's model folder has no readable tokenizer.
+        EngineError: the model folder has no readable tokenizer.
     """
     if rollout.engine == "attached":
-        return {
-            name: count
+        attached = rollout.attached
+        if attached is None:
+            return {}
+        key = os.environ.get(attached.api_key_env) if attached.api_key_env else None
+        asked = {
+            name: render(attached.target_only, attached.model, messages, key)
             for name, messages in chats.items()
-            if (count := _asked_tokens(rollout, messages)) is not None
+        }
+        return {
+            name: answer["count"]
+            for name, answer in asked.items()
+            if answer is not None and isinstance(answer["count"], int)
         }
     from speccheck.engine.settings import EngineSettings
     from speccheck.engine.text import Tokenizer
 
-    tokenizer = Tokenizer(EngineSettings(rollout.embedded.model).model_dir)
+    if rollout.engine == "vllm":
+        folder = Path(vllm.model_path(rollout.vllm.target))
+        if not (folder / "tokenizer.json").is_file():
+            return {}
+    else:
+        folder = EngineSettings(rollout.embedded.model).model_dir
+    tokenizer = Tokenizer(folder)
     return {
         name: len(tokenizer.encode(tokenizer.render_chat(messages), add_special_tokens=False))
         for name, messages in chats.items()
     }
 
 
-def _asked_tokens(rollout: Rollout, messages: Sequence[Mapping[str, str]]) -> int | None:
-    attached = rollout.attached
-    if attached is None:
-        return None
-    key = os.environ.get(attached.api_key_env) if attached.api_key_env else None
+def render(
+    url: str, model: str | None, messages: Sequence[Mapping[str, str]], key: str | None
+) -> dict[str, Any] | None:
+    """What a server makes of a chat (`/tokenize`, vLLM has it): count and tokens; None if it will
+    not say.
+    """
     body: dict[str, Any] = {"messages": list(messages)}
-    if attached.model is not None:
-        body["model"] = attached.model
+    if model is not None:
+        body["model"] = model
     request = urllib.request.Request(  # noqa: S310 (http(s) only, checked in config)
-        f"{attached.target_only}/tokenize",
+        f"{url}/tokenize",
         json.dumps(body).encode(),
         {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
     )
@@ -260,9 +276,10 @@ def _asked_tokens(rollout: Rollout, messages: Sequence[Mapping[str, str]]) -> in
         with urllib.request.urlopen(request, timeout=10) as reply:  # noqa: S310
             value = json.loads(reply.read())
     except (OSError, ValueError):
-        return None  # not known; what then holds is for the policy to say
-    count = value.get("count") if isinstance(value, dict) else None
-    return count if isinstance(count, int) else None
+        return None  # not known; what then holds is for the caller to say
+    if not isinstance(value, dict):
+        return None
+    return {name: value.get(name) for name in ("count", "tokens")}
 
 
 def captured_names(pair: Arms) -> set[str]:

@@ -54,6 +54,7 @@ ORDER = [
     "context",
     "estimate",
     "revisit",
+    "doctor",
     "probe",
     "graded",
     "replay",

