@@ -267,7 +267,7 @@ def with_earlier_errors(
 
     A rate of 1 % takes some 300 clean requests to certify, more than a canary sends to a small
     route, so the route's requests in replay and shadow count as well. Not where the canary itself
-    saw errors: they must not drown in clean requests of another kind. Reruns are left out.
+    saw errors: they must not drown in clean requests of another kind. Reruns and slices do not.
     """
     alone = next(m for m in measured if m.metric == "error_rate" and not m.cohort)
     if alone.estimate is None or alone.estimate.value > 0:
@@ -275,7 +275,7 @@ def with_earlier_errors(
     receipts = [
         replace(r, stage=Stage.CANARY)
         for r in run.store.receipts(run.run_id, route=route, warm_up=False)
-        if r.phase not in graded.RERUNS
+        if graded.in_figures(r)
     ]
     rng = run.rng("errors", route)
     together = measure.measure_route(receipts, stage=Stage.CANARY, route=route, rng=rng)

@@ -101,6 +101,7 @@ class RuleLimits(Model):
     max_quality_loss: Fraction | None = None
     max_output_drift: Fraction | None = None
     max_lossless_violations: Count | None = None
+    max_slice_failures: Count | None = None
     min_structured_output_validity: Share | None = None
     max_protected_delay: Fraction | None = None
     max_fallback_rate: Share | None = None
@@ -248,6 +249,25 @@ class FixtureConfig(Model):
     """Runs to write down step by step; None picks one that accepts, corrects and discards."""
 
 
+SliceName = Literal[
+    "json_object",
+    "json_schema",
+    "stop",
+    "logprobs",
+    "penalties",
+    "min_p",
+    "logit_bias",
+    "seed",
+    "n",
+    "long_context",
+    "warm_cache",
+    "streaming",
+    "tools",
+    "ignored_fields",
+]
+"""Server features that replay tries on both arms."""
+
+
 class ReplayConfig(Model):
     """Offline quality replay."""
 
@@ -261,6 +281,19 @@ class ReplayConfig(Model):
     ties: Literal["count", "aggregate_only"] = "count"
     """Whether regressions that begin at a numerical tie count against the zero limit, or are left
     to max_quality_loss."""
+    slices: Literal["all", "off"] | tuple[SliceName, ...] = "all"
+    """Compatibility slices: which server features are tried on both arms."""
+    slice_prompts: Positive = 4
+    """Prompts per compatibility slice."""
+    long_context_tokens: Positive | None = None
+    """Prompt and answer of the long-context slice, tokens; None: the longest the server takes."""
+
+    @property
+    def slice_names(self) -> tuple[SliceName, ...]:
+        """The slices that run, in their order."""
+        if self.slices == "off":
+            return ()
+        return get_args(SliceName) if self.slices == "all" else self.slices
 
 
 class ShadowConfig(Model):

@@ -22,6 +22,12 @@ from speccheck.records import Answer, Arm, Outcome, PlannedRequest, Prompt, Rece
 RERUNS = ("greedy-confirm", "sampled-confirm")
 """Phases of reruns: they ask suspects again and would bias every figure they went into."""
 
+
+def in_figures(receipt: Receipt) -> bool:
+    """Whether a receipt is part of figures: reruns and compatibility slices are not."""
+    return receipt.phase not in RERUNS and not receipt.phase.startswith(plan.SLICE_PHASE)
+
+
 GREEDY_PHASES = ("greedy", "aa", RERUNS[0])
 SAMPLED_PHASES = ("sampled", RERUNS[1])
 

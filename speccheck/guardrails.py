@@ -285,6 +285,21 @@ RULES: dict[str, Rule] = {
             any_workload=True,
         ),
         Rule(
+            "max_slice_failures",
+            "slice_failures",
+            "max",
+            "count",
+            "broken server features",
+            (Stage.REPLAY,),
+            1,
+            1,
+            "Requests with a server feature (stop strings, log-probabilities, penalties ...) that"
+            " target-only serves rightly and the speculative arm does not. Judged with limit 0"
+            " wherever slices run.",
+            slices="no_fail",
+            any_workload=True,
+        ),
+        Rule(
             "min_structured_output_validity",
             "structured_output_validity",
             "min",

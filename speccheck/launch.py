@@ -217,6 +217,19 @@ def differences(pair: Arms) -> dict[str, tuple[Any, Any]]:
     return found
 
 
+def longest_context(arm: ArmDescription, key: str | None) -> int | None:
+    """Tokens of prompt and answer that a server takes, by its own account; None if it says none.
+
+    Raises:
+        EngineError: the server does not answer.
+    """
+    models = _get_json(arm.url, "/v1/models", key) or {}
+    for entry in models.get("data", []):
+        if entry.get("id") == arm.model and isinstance(entry.get("max_model_len"), int):
+            return int(entry["max_model_len"])
+    return None
+
+
 def count_prompt_tokens(
     rollout: Rollout, chats: Mapping[str, Sequence[Mapping[str, str]]]
 ) -> dict[str, int]:

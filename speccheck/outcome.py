@@ -19,7 +19,7 @@ from speccheck import calibration, decision, launch, matrix, packet, revisit
 from speccheck.config import Guardrails
 from speccheck.context import STORE_NAME, latest_arms, measured_arms
 from speccheck.errors import ExitCode, StoreError, UsageError
-from speccheck.graded import RERUNS
+from speccheck.graded import in_figures
 from speccheck.quality import CaseStatus
 from speccheck.records import (
     CALIBRATION,
@@ -218,7 +218,7 @@ def workload(store: Store, run_id: str) -> matrix.Matrix:
             void[stage.value] = f"our client was late ({health['reasons'][0]})"
     rules = Guardrails.model_validate(run.config["guardrails"])
     return matrix.workload_matrix(
-        [r for r in receipts if r.stage not in (CALIBRATION, PROBE) and r.phase not in RERUNS],
+        [r for r in receipts if r.stage not in (CALIBRATION, PROBE) and in_figures(r)],
         rng=np.random.default_rng([run.seed, len(receipts)]),
         limits=_matrix_limits(rules.limits("")),
         route_limits={

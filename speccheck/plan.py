@@ -26,6 +26,9 @@ from speccheck.records import (
     receipt_key,
 )
 
+SLICE_PHASE = "slice-"
+"""Beginning of the phases that try one server feature each: they are part of no other figure."""
+
 BOTH_ARMS = (Arm.TARGET_ONLY, Arm.SPECULATIVE)
 
 
@@ -92,6 +95,16 @@ def closed_loop(
         for prompt, repeat in _shuffled(prompts, repeats, rng)
         for arm in _drawn_order(arms, rng)
     ]
+
+
+def single(
+    phase: Phase, prompt: Prompt, repeat: int, *, arms: Sequence[Arm] = BOTH_ARMS, **changes: Any
+) -> list[PlannedRequest]:
+    """One prompt once on each arm, with what differs from the phase's other requests.
+
+    `repeat` tells variants of one prompt apart; `changes` are fields of `PlannedRequest`.
+    """
+    return [replace(_request(phase, arm, prompt, repeat), **changes) for arm in arms]
 
 
 def open_loop(

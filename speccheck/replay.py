@@ -89,7 +89,7 @@ async def attribute(run: RunContext, graded: Graded, prompts: Sequence[Prompt]) 
         ids = {}
         floor, note = None, ""
         for prompt in [*diverged, *prompts[:NOISE_PROMPTS]]:
-            ids[prompt.prompt_id] = await _prompt_ids(session, endpoint, prompt)
+            ids[prompt.prompt_id] = await prompt_ids(session, endpoint, prompt)
         sample = [found for p in prompts[:NOISE_PROMPTS] if (found := ids[p.prompt_id])]
         try:
             changes = await probe.gap_changes(session, endpoint, sample, max_tokens=48)
@@ -153,8 +153,11 @@ async def _asked(
     return replace(pair, gap=gap, kind=kind)
 
 
-async def _prompt_ids(session: Any, endpoint: Endpoint, prompt: Prompt) -> Sequence[int] | None:
-    """A prompt's token ids as the server itself renders it, from an answer of one token."""
+async def prompt_ids(session: Any, endpoint: Endpoint, prompt: Prompt) -> Sequence[int] | None:
+    """A prompt's token ids as the server itself renders it, from an answer of one token.
+
+    None where the server sends no ids.
+    """
     request = PlannedRequest(
         stage=Stage.REPLAY,
         phase="probe",

@@ -32,6 +32,7 @@ from speccheck import (
     plan,
     replay,
     shadow,
+    slices,
     stats,
     store,
     tables,
@@ -224,11 +225,22 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     for at, first in zip(temperatures, (greedy, sampled), strict=True):
         graded.confirm(run, at, prompts, replace(first, name=at.phases[-1]), grades)
 
+    features = slices.asked(run, prompts)
+    run.drive("compatibility slices", [r for part in features.requests.values() for r in part])
+
     run.report.line("  grading, and asking the target about divergences")
     found = graded.grade_all(run, everything, grades)
     asked = asyncio.run(replay.attribute(run, found, graded.same_question(run, prompts)))
+    tau = asked.floor.tau if asked.floor is not None else None
+    items = asyncio.run(slices.judge(run, features, tau))
+    tried = slices.rows(features, items)
+    if tried:
+        run.report.line(f"  features: {slices.summary(tried)}")
     receipts = [r for r in found.receipts if r.phase in ("greedy", "sampled")]
-    judged = Judged(evidence=replay.evidence(run, found, asked, everything, temperatures))
+    judged = Judged(
+        evidence=replay.evidence(run, found, asked, everything, temperatures)
+        | slices.evidence(tried)
+    )
     for route in routes:
         mine = [prompt for prompt in everything if prompt.route == route.name]
         measured, excluded = (
@@ -247,6 +259,7 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
                     mine,
                     temperatures,
                 ),
+                *slices.measure(items, route=route.name, kept_off=kept_off),
             ]
             if run.policy is not None or not kept_off
             else []
@@ -345,9 +358,12 @@ def describe(path: Path) -> dict[str, Any]:
         UsageError: the rollout, its rules or its corpus are wrong.
     """
     rollout, rules, corpus = read_rollout(path)
-    per_prompt = "each prompt twice at temperature 0, once more for A/A, twice sampled; and reruns"
+    per_prompt = (
+        "each prompt twice at temperature 0, once more for A/A, twice sampled; slices, reruns"
+    )
     replayed = [route_prompts(path, corpus, route) for route in rollout.routes]
     n_replay = 5 * sum(1 + len(p.follow_up) for prompts in replayed for p in prompts)
+    n_slices = slices.n_requests(rollout.replay.slice_names, rollout.replay.slice_prompts)
     n_shadow, n_protected = shadow.planned_counts(rollout, protected_prompts(rollout, corpus))
     steps = len(rollout.canary.shares)
     n_canary = len(rollout.routes) * steps * rollout.canary.requests_per_step
@@ -358,7 +374,7 @@ def describe(path: Path) -> dict[str, Any]:
         "warm_up": 2 * rollout.warm_up,
         "stages": [
             {"stage": "fixture", "requests": 0, "note": f"{rollout.fixture.seeds} seeds"},
-            {"stage": "replay", "requests": n_replay, "note": per_prompt},
+            {"stage": "replay", "requests": n_replay + n_slices, "note": per_prompt},
             {
                 "stage": "shadow",
                 "requests": n_shadow + n_protected,
@@ -441,13 +457,16 @@ def _findings(
 
 
 def _rules(run: RunContext, route: str) -> dict[str, guardrails.RuleLimit]:
+    limits = run.guardrails.limits(route)
+    if run.rollout.replay.slice_names:
+        limits.setdefault("max_slice_failures", 0)
     return {
         name: guardrails.RuleLimit(
             limit,
             min_n=run.guardrails.minimum_requests.get(name),
             counted=name not in run.guardrails.dry_run,
         )
-        for name, limit in run.guardrails.limits(route).items()
+        for name, limit in limits.items()
     }
 
 
@@ -477,7 +496,7 @@ def _judge_route(
     sent = {
         r.pair_id: r
         for r in run.store.receipts(run.run_id, stage=stage, route=route, warm_up=False)
-        if r.phase not in graded.RERUNS
+        if graded.in_figures(r)
     }
     judged.measurements += measured
     judged.findings += findings

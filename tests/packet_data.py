@@ -725,7 +725,9 @@ def replay_evidence() -> dict[str, Any]:
         ],
         "features": [
             {
+                "slice": "stop",
                 "feature": "stop strings",
+                "status": "ok",
                 "n": 40,
                 "target_ok": 40,
                 "speculative_ok": 40,
@@ -733,12 +735,24 @@ def replay_evidence() -> dict[str, Any]:
                 "why": "no text after the stop on either arm",
             },
             {
+                "slice": "min_p",
                 "feature": "min_p",
+                "status": "unsupported",
                 "n": 40,
                 "target_ok": 40,
                 "speculative_ok": 0,
+                "verdict": "pass",
+                "why": "route to target-only: the speculative server refuses it (parameter min_p)",
+            },
+            {
+                "slice": "penalties",
+                "feature": "penalties",
+                "status": "broken",
+                "n": 12,
+                "target_ok": 12,
+                "speculative_ok": 8,
                 "verdict": "fail",
-                "why": "the speculative server refuses min_p (400); keep these on target-only",
+                "why": "4 with repetition_penalty 1.3: repetition_penalty 1.3 is ignored",
             },
         ],
     }

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from rule_receipts import pairs, receipt
 
-from speccheck import drift, grading, guardrails, lossless, measure, quality, stats
+from speccheck import drift, grading, guardrails, lossless, measure, quality, slices, stats
 from speccheck.config import IMPLIED, load_guardrails
 from speccheck.errors import UsageError
 from speccheck.grading import Structured
@@ -22,6 +22,7 @@ from speccheck.guardrails import RULES, RuleLimit, judge
 from speccheck.lossless import Compared, Divergence
 from speccheck.quality import Case
 from speccheck.records import Estimate, Measurement, Stage, Verdict
+from speccheck.slices.checks import Check
 
 CASES = YAML(typ="safe").load(Path(__file__).parent / "cases" / "rules.yaml")
 VERDICTS = {
@@ -68,6 +69,13 @@ def measurements(data: dict[str, Any], stage: Stage) -> list[Measurement]:
         ]
         floor = lossless.NoiseFloor(0.1, 300, 0.01)
         return lossless.measure_lossless(equal + parted, equal, floor, stage=stage, route="chat")
+    if "slices" in data:
+        items = [
+            slices.Item(f"p{i}", "chat", 0, Check("ok"), Check(outcome), f"r{i}", kept_off=False)
+            for outcome, n in data["slices"].items()
+            for i in range(n)
+        ]
+        return slices.measure({"stop": items}, route="chat")
     if "structured" in data:
         valid, n = data["structured"]["valid"], data["structured"]["n"]
         graded = [
@@ -156,6 +164,7 @@ def test_every_rule_names_a_metric_that_someone_emits():
             ({"drift": {"n": 5, "target": 0, "speculative": 0}}, Stage.REPLAY),
             ({"greedy": {"equal": 5, "gaps": []}}, Stage.REPLAY),
             ({"structured": {"valid": 5, "n": 5}}, Stage.REPLAY),
+            ({"slices": {"ok": 5}}, Stage.REPLAY),
             ({"protected": {"blocks": 8, "delay": 1}}, Stage.SHADOW),
         )
         for m in measurements(data, stage)

@@ -58,6 +58,7 @@ ORDER = [
     "probe",
     "graded",
     "replay",
+    "slices",
     "shadow",
     "canary",
     "grid",

@@ -238,7 +238,12 @@ class LosslessTest(TypedDict):
 class FeatureCheck(TypedDict):
     """One server feature on both arms: stop strings, logprobs, min_p, structured output ..."""
 
+    slice: str
+    """Its short name, as in `Receipt.features` where it is a sampling feature."""
     feature: str
+    status: str
+    """ok, broken, unsupported (refused by the speculative arm alone), not_offered, ignored or
+    unclear."""
     n: int
     target_ok: int
     speculative_ok: int

@@ -18,13 +18,24 @@ from speccheck.packet.parts import (
     verdict_mark,
     words,
 )
-from speccheck.packet.view import Figure, Missing
+from speccheck.packet.view import Figure, Mark, Missing
 from speccheck.records import Stage
 
 REGRESSION_LABELS = {
     "real": "the target was not in doubt where the texts part",
     "numerical_tie": "the texts part at a tie of the target's two best tokens",
 }
+
+
+FEATURE_MARKS = {
+    "ok": Mark("pass", "✓", "good"),
+    "broken": Mark("fail", "✗", "bad"),
+    "unsupported": Mark("route to target-only", "→", "unsure"),
+    "not_offered": Mark("not offered", "–", "unsure"),
+    "ignored": Mark("ignored", "!", "unsure"),
+    "unclear": Mark("inconclusive", "?", "unsure"),
+}
+"""Statuses of server features: what is refused or not offered is no failure."""
 
 
 def replay_view(evidence: RunEvidence) -> view.ReplayView | Missing:
@@ -177,6 +188,6 @@ def _feature(check: Mapping[str, Any]) -> view.FeatureLine:
         n=check["n"],
         target_ok=check["target_ok"],
         speculative_ok=check["speculative_ok"],
-        mark=verdict_mark(check["verdict"]),
+        mark=FEATURE_MARKS[check["status"]],
         why=check["why"],
     )

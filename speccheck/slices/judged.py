@@ -1,0 +1,227 @@
+"""Slices as rows: what each server feature is worth on the speculative arm, and for the rules.
+
+A feature is broken where the target serves a request rightly and the speculative arm does not, one
+such request being enough: the checks leave no room for chance. A feature that the speculative arm
+refuses is no error: its requests belong on target-only, and the eligibility policy is where that is
+said. What both arms refuse is not offered and concerns nobody.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from speccheck.config import SliceName
+from speccheck.records import Estimate, Measurement, Stage
+from speccheck.slices.asked import VARIANTS
+from speccheck.slices.checks import Check, Item
+
+Status = Literal["ok", "broken", "unsupported", "not_offered", "ignored", "unclear"]
+
+LABELS: Mapping[SliceName, str] = {
+    "json_object": "structured output, json_object",
+    "json_schema": "structured output, json_schema",
+    "stop": "stop strings",
+    "logprobs": "log-probabilities",
+    "penalties": "penalties",
+    "min_p": "min_p",
+    "logit_bias": "logit_bias",
+    "seed": "seeds",
+    "n": "several choices, n > 1",
+    "long_context": "long context",
+    "warm_cache": "warm prefix cache",
+    "streaming": "streaming against whole",
+    "tools": "tool calls",
+    "ignored_fields": "unknown fields",
+}
+"""Slices by the names that people see."""
+
+VERDICTS: Mapping[Status, str] = {
+    "ok": "pass",
+    "broken": "fail",
+    "unsupported": "pass",
+    "not_offered": "pass",
+    "ignored": "pass",
+    "unclear": "inconclusive",
+}
+"""What a status means as a verdict: a feature that is refused is not broken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One slice: how both arms did, and what follows."""
+
+    slice: SliceName
+    feature: str
+    status: Status
+    n: int
+    """Requests per arm that could be judged on target-only."""
+    target_ok: int
+    speculative_ok: int
+    why: str
+    examples: tuple[str, ...] = ()
+    """Receipt ids of what went wrong, on the speculative arm."""
+
+
+def row(name: SliceName, items: Sequence[Item], missing: str = "") -> Row:
+    """One slice as a row. `missing` says why nothing was asked, where nothing was."""
+    label = LABELS[name]
+    if not items:
+        return Row(name, label, "unclear", 0, 0, 0, missing or "no prompt of the corpus is fit")
+    judged = [i for i in items if i.target.outcome in ("ok", "fault")]
+    broken = [i for i in judged if _is_broken(i)]
+    refused = [i for i in judged if i.speculative.outcome == "refused"]
+    right = [i for i in judged if i.speculative.outcome == "ok"]
+    status, why, shown = _status(name, items, broken, refused, right)
+    return Row(
+        name,
+        label,
+        status,
+        len(judged),
+        sum(i.target.outcome == "ok" for i in judged),
+        len(right),
+        why,
+        tuple(i.receipt_id for i in shown[:5]),
+    )
+
+
+def _is_broken(item: Item) -> bool:
+    return item.target.outcome == "ok" and item.speculative.outcome == "fault"
+
+
+def _status(
+    name: SliceName,
+    items: Sequence[Item],
+    broken: Sequence[Item],
+    refused: Sequence[Item],
+    right: Sequence[Item],
+) -> tuple[Status, str, Sequence[Item]]:
+    if broken:
+        return "broken", _told(name, broken, "speculative"), broken
+    if refused:
+        why = f"the speculative server refuses it ({refused[0].speculative.why})"
+        return "unsupported", f"route to target-only: {why}", refused
+    if all(i.target.outcome == "refused" for i in items):
+        if any(i.speculative.outcome == "ok" for i in items):
+            return "unclear", f"target-only alone refuses it ({items[0].target.why})", ()
+        return "not_offered", f"both servers refuse it ({items[0].target.why})", ()
+    ignoring = [i for i in right if i.speculative.why.startswith("ignored")]
+    if name == "ignored_fields" and ignoring:
+        why = f"speculative: false is {ignoring[0].speculative.why}"
+        return "ignored", f"{why}; speculation is controlled by server, not by field", ignoring
+    both_wrong = [i for i in items if i.target.outcome == i.speculative.outcome == "fault"]
+    open_ = [i for i in items if i.speculative.outcome == "unclear"]
+    if right:
+        notes = [_grades(right), _ties(right)]
+        if open_:
+            notes.append(f"{len(open_)} of {len(items)} could not be told: {_reason(open_)}")
+        if both_wrong:
+            notes.append(f"{len(both_wrong)} wrong on both arms: {both_wrong[0].target.why}")
+        return "ok", "; ".join(filter(None, notes)) or "as target-only", ()
+    if both_wrong:
+        return "unclear", f"wrong on both arms: {both_wrong[0].target.why}", both_wrong
+    return "unclear", f"could not be told: {_reason(open_ or items)}", ()
+
+
+def _told(name: SliceName, items: Sequence[Item], arm: Literal["target", "speculative"]) -> str:
+    """How many went wrong in which variant, and the most common reason."""
+    variants = Counter(VARIANTS[name][i.variant] for i in items)
+    where = ", ".join(f"{n} with {variant}" for variant, n in variants.items())
+    whys = Counter(getattr(i, arm).why for i in items)
+    return f"{where}: {whys.most_common(1)[0][0]}"
+
+
+def _reason(items: Sequence[Item]) -> str:
+    whys = Counter(i.speculative.why or i.target.why for i in items)
+    return whys.most_common(1)[0][0]
+
+
+def _grades(items: Sequence[Item]) -> str:
+    def of(checks: Sequence[Check]) -> str:
+        return f"{sum(c.passed for c in checks)} of {sum(c.graded for c in checks)}"
+
+    target, speculative = [i.target for i in items], [i.speculative for i in items]
+    if not sum(c.graded for c in speculative):
+        return ""
+    return f"answers pass their checks in {of(target)} on target-only, {of(speculative)} here"
+
+
+def _ties(items: Sequence[Item]) -> str:
+    ties = sum(i.speculative.why.endswith("a tie") for i in items)
+    return f"{ties} differ at a tie of the target" if ties else ""
+
+
+# --- for rules, policy and packet ---------------------------------------------------------------
+
+
+def measure(
+    found: Mapping[SliceName, Sequence[Item]], *, route: str, kept_off: bool = False
+) -> list[Measurement]:
+    """Metric slice_failures of a route: requests that target-only serves rightly, this arm not.
+
+    For all slices together and for each by itself (cohort "slice ..."). With `kept_off` only what
+    the eligibility policy keeps off the speculative arm. An exact count, without chance in it.
+    """
+    mine = {
+        name: [i for i in items if i.route == route and i.kept_off is kept_off]
+        for name, items in found.items()
+    }
+    made = [_measurement("", route, [i for items in mine.values() for i in items], "")]
+    for name, items in mine.items():
+        broken = [i for i in items if _is_broken(i)]
+        if broken:
+            note = _told(name, broken, "speculative")
+            made.append(_measurement(f"slice {LABELS[name]}", route, items, note))
+    return made
+
+
+def _measurement(cohort: str, route: str, items: Sequence[Item], note: str) -> Measurement:
+    judged = [
+        i for i in items if i.target.outcome == "ok" and i.speculative.outcome in ("ok", "fault")
+    ]
+    broken = [i for i in judged if _is_broken(i)]
+    count = float(len(broken))
+    estimate = Estimate(count, count, count, len(judged), "count of requests", 0.05)
+    return Measurement(
+        "slice_failures",
+        Stage.REPLAY,
+        route,
+        cohort,
+        estimate if judged else None,
+        note if judged else "no request of the route's prompts could be judged",
+        tuple(i.receipt_id for i in broken[:5]),
+    )
+
+
+def evidence(rows: Sequence[Row]) -> dict[str, Any]:
+    """For the packet (`features`) and the eligibility policy (`feature_support`); else nothing.
+
+    `feature_support` maps each slice to its status and the reason: what is "unsupported" or
+    "broken" on the speculative arm belongs on target-only. Names are those of `Receipt.features`
+    and of `eligibility.KNOWN_FEATURES` where the slice is a sampling feature.
+    """
+    if not rows:
+        return {}
+    return {
+        "features": [{**asdict(r), "verdict": VERDICTS[r.status]} for r in rows],
+        "feature_support": {r.slice: {"status": r.status, "why": r.why} for r in rows},
+    }
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """One line: how many are as on target-only, and each that is not."""
+    by_status: dict[Status, list[str]] = defaultdict(list)
+    for r in rows:
+        by_status[r.status].append(r.feature)
+    parts = [f"{len(by_status['ok'])} of {len(rows)} as on target-only"]
+    words: Mapping[Status, str] = {
+        "broken": "BROKEN",
+        "unsupported": "refused (keep on target-only)",
+        "not_offered": "not offered",
+        "ignored": "ignored",
+        "unclear": "could not be told",
+    }
+    parts += [f"{words[s]}: {', '.join(by_status[s])}" for s in words if by_status[s]]
+    return "; ".join(parts)
