@@ -1017,7 +1017,7 @@ def poisoned(value: Any, number: list[int]) -> Any:
     return value
 
 
-FIXED = {"verdict", "kind", "arm", "outcome", "label"}
+FIXED = {"verdict", "kind", "arm", "outcome", "label", "status"}
 """Words of ours, which nobody else writes."""
 
 
