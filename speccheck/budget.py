@@ -19,7 +19,7 @@ FIRST_ROUNDS = 2
 """Rounds of the small pass over all loads: the fewest that give an interval."""
 
 MAX_VOID = 3
-"""Rounds that may be void (our own client was late) before a load is given up."""
+"""Void rounds (our own client was late) over valid ones at which a load is given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,9 @@ def next_load(standings: Sequence[Standing], *, left_s: float) -> str | None:
     if not left_s > 0:
         return None
     able = [
-        s for s in standings if s.void < MAX_VOID and (s.round_s is None or s.round_s <= left_s)
+        s
+        for s in standings
+        if s.void - s.rounds < MAX_VOID and (s.round_s is None or s.round_s <= left_s)
     ]
     unseen = [s for s in able if s.rounds < min(FIRST_ROUNDS, s.wanted_rounds or FIRST_ROUNDS)]
     if unseen:

@@ -51,7 +51,7 @@ _QUANTILES = {"p50": 0.5, "p95": 0.95}
 
 
 @dataclass(frozen=True, slots=True)
-class Arms:
+class ArmFigures:
     """One arm of a load, by itself. Latencies in seconds, from completed requests."""
 
     k: int
@@ -64,6 +64,16 @@ class Arms:
     figures: Mapping[str, Estimate]
     """ttft_p50_s ... queue_age_p95_s, throughput_tokens_per_s, error_rate, memory_bytes,
     cost_per_1k_tokens; what was not measured is not there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """The pairs of a cell whose prompts are of one length, where the cell has several."""
+
+    prompt_band: str
+    n_pairs: int
+    e2e_ratio: Estimate
+    acceptance: Estimate | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +102,8 @@ class Cell:
     verdict: CellVerdict
     needed: int | None
     """Further pairs that would decide an open cell; None where that cannot be said."""
+    slices: tuple[Slice, ...] = ()
+    """By prompt length: a cell that pays may hold a slice that is slower."""
 
     @property
     def saved_gap(self) -> float | None:
@@ -108,8 +120,8 @@ class Load:
     route: str
     task: str
     concurrency: int
-    target: Arms
-    arms: Mapping[int, Arms]
+    target: ArmFigures
+    arms: Mapping[int, ArmFigures]
     cells: tuple[Cell, ...]
     best: int | None
     """Proposal length with the lowest e2e ratio (the shortest of those that cannot be told apart);
@@ -170,7 +182,7 @@ def loads(
         cells = tuple(_cell(load, k) for k in sorted(load.by_k))
         best, tied = _best(load, cells)
 
-        def arm(k: int, mine: list[Receipt], key: tuple[str, str, int] = key) -> Arms:
+        def arm(k: int, mine: list[Receipt], key: tuple[str, str, int] = key) -> ArmFigures:
             sampled = (memory or {}).get(arm_key(*key, k), ())
             return _arm(k, mine, turns, sampled, price_per_engine_hour)
 
@@ -281,7 +293,21 @@ def _cell(load: _Members, k: int) -> Cell:
         else None,
         verdict=verdict,
         needed=stats.needed_for_interval(ratios["e2e"], load.limit) if verdict == "open" else None,
+        slices=_slices(pairs, alpha),
     )
+
+
+def _slices(pairs: Sequence[tuple[Receipt, Receipt]], alpha: float) -> tuple[Slice, ...]:
+    bands = sorted({t.prompt_band for t, _ in pairs})
+    if len(bands) < 2:
+        return ()
+    found = []
+    for band in bands:
+        mine = [(t, s) for t, s in pairs if t.prompt_band == band]
+        drafting = [s for _, s in mine if s.proposed_tokens and s.accepted_tokens is not None]
+        acceptance = _by_prompt(stats.acceptance_rate, drafting, _accepted, _proposed, alpha)
+        found.append(Slice(band, len(mine), _paired(mine, RATIOS["e2e"], alpha), acceptance))
+    return tuple(found)
 
 
 def verdict_of(e2e_ratio: Estimate, limit: float) -> CellVerdict:
@@ -531,7 +557,7 @@ def _arm(
     turns: Mapping[tuple[str, str, int, int, int], list[Receipt]],
     memory: Sequence[float],
     price_per_engine_hour: float | None,
-) -> Arms:
+) -> ArmFigures:
     alpha = look_alpha(len({r.block for r in mine})) if _is_sequential(mine) else ALPHA
     done = [r for r in mine if r.outcome == Outcome.OK]
     figures: dict[str, Estimate] = {}
@@ -556,7 +582,7 @@ def _arm(
         method = f"largest of {len(memory)} samples of resident memory"
         figures["memory_bytes"] = Estimate(most, most, most, len(memory), method, alpha)
     flights = [at_once for turn in whole if (at_once := _in_flight(turn)) is not None]
-    return Arms(
+    return ArmFigures(
         k=k,
         n=len(mine),
         errors=errors,
@@ -607,6 +633,15 @@ def findings(found: Sequence[Load]) -> list[str]:
         ]
         if pays and slower:
             said.append(f"slower with some k at {_listed(slower)}")
+        said += [
+            f"k {cell.k} at {load.concurrency} is slower for prompts of {one.prompt_band} tokens "
+            f"(x{one.e2e_ratio.value:.2f}): route those to target-only"
+            for load in mine
+            for cell in load.cells
+            if cell.verdict == "pays"
+            for one in cell.slices
+            if one.e2e_ratio.low > 1
+        ]
         undecided = Counter(
             load.concurrency for load in mine for cell in load.cells if cell.verdict == "open"
         )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
-    from speccheck.cells import Arms, Cell, Load
+    from speccheck.cells import ArmFigures, Cell, Load
     from speccheck.outcome import Outcome, WrittenPacket
     from speccheck.sweep import Result as SweepResult
 
@@ -380,7 +380,7 @@ def _figure_lines(loads: Sequence[Load]) -> list[str]:
     return lines
 
 
-def _figure(arm: Arms, name: str, scale: float, width: int, digits: int) -> str:
+def _figure(arm: ArmFigures, name: str, scale: float, width: int, digits: int) -> str:
     estimate = arm.figures.get(name)
     if estimate is None or not estimate.is_known:
         return f"{'-':>{width}}"

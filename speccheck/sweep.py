@@ -420,7 +420,7 @@ class _Progress:
         if self.said_s is not None and now_s - self.said_s < _SAY_EVERY_S:
             return
         self.said_s = now_s
-        done = sum(s.rounds for s in standings)
+        done = sum(s.rounds + s.void for s in standings)
         if self.settings.budget_s is None:
             missing = [(s.wanted_rounds or 0) - s.rounds for s in standings]
             timed = [s.round_s for s in standings if s.round_s is not None]

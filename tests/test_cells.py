@@ -128,6 +128,38 @@ def test_crossover_with_concurrency(rng):
     assert "over the limit" not in by_load["32"].why
 
 
+def test_a_slice_hidden_by_the_average(rng):
+    """T12: the cell pays at acceptance .48, long prompts get slower at .06; both are said."""
+    short = swept(
+        rng, 8, 14.6, {4: 9.8}, n=28, prompt_tokens=2000, accepted_tokens=66, proposed_tokens=120
+    )
+    long = swept(
+        rng, 8, 19.5, {4: 27.9}, n=2, prompt_tokens=16384, accepted_tokens=17, proposed_tokens=290
+    )
+    moved = [
+        replace(
+            r,
+            receipt_id=f"long-{r.receipt_id}",
+            prompt_id=f"long-{r.prompt_id}",
+            pair_id=r.pair_id.replace("p", "long-p"),
+        )
+        for r in long
+    ]
+    (load,) = cells.loads([*short, *moved])
+    (cell,) = load.cells
+    total = (224 * 66 + 16 * 17) / (224 * 120 + 16 * 290)
+    assert cell.acceptance.value == pytest.approx(total)
+    assert (cell.verdict, total > 0.4) == ("pays", True)
+    by_band = {one.prompt_band: one for one in cell.slices}
+    assert by_band[">=4096"].acceptance.value == pytest.approx(0.06, abs=2e-3)
+    truth = (5 + 63 * 27.9) / (5 + 63 * 19.5)
+    assert by_band[">=4096"].e2e_ratio.value == pytest.approx(truth, abs=0.03)
+    assert by_band["1024-4095"].e2e_ratio.high < 1
+    (line,) = cells.findings((load,))
+    assert "k 4 at 8 is slower for prompts of >=4096 tokens (x1.4" in line
+    assert "route those to target-only" in line
+
+
 def test_a_ratio_by_hand(rng):
     """Mean of log ratios and Student's interval over rounds, computed apart from our code."""
     receipts = swept(rng, 4, 20.0, {3: 12.0}, rounds=6, round_noise=0.05)

@@ -82,6 +82,90 @@ def test_break_even_per_token(draft, a):
     assert pooled == pytest.approx(speed.break_even_acceptance(4, costs), abs=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("k", "a"), [(1, 0.550), (2, 0.662), (3, 0.730), (4, 0.775), (5, 0.807), (6, 0.831), (8, 0.865)]
+)
+def test_a_gate_on_accepted_over_drafted_depends_on_k(k, a):
+    """Accepted/drafted of .55 stands for a per-token acceptance that grows with k."""
+    assert (speed.tokens_per_round([a] * k) - 1) / k == pytest.approx(0.55, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("batch", "a"), [(1, 0.176), (32, 0.374), (128, 0.621), (256, 0.748), (512, 0.852)]
+)
+def test_break_even_rises_with_the_batch(batch, a):
+    """Per-token acceptance at which k 4 breaks even, with a knee of 300 tokens."""
+    costs = Costs(0.05, {4: (1 + batch * 5 / 300) / (1 + batch / 300)})
+    pooled = (speed.tokens_per_round([a] * 4) - 1) / 4
+    assert pooled == pytest.approx(speed.break_even_acceptance(4, costs), abs=1.5e-3)
+
+
+def test_what_a_stop_cut_off_is_not_saved_and_was_paid_for():
+    """T22's counts: 58 accepted in 12 steps, of 64 tokens. The cut ones count in neither tokens nor
+    accepted, the verify cost of their step stays.
+    """
+    cut = receipt(
+        0,
+        "speculative",
+        completion_tokens=64,
+        verify_steps=12,
+        target_passes=12,
+        proposed_tokens=84,
+        accepted_tokens=58,
+        k=7,
+    )
+    done = speed.work([cut])
+    assert (done.tokens, done.passes, done.accepted) == (63, 12, 51)
+    costs = Costs(0.05, {7: 1.4}, 0.1)
+    assert done.saved(costs) == pytest.approx(51 - 0.05 * 84 - 0.4 * 12 - 0.1 * 12)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, max_size=20),
+    st.floats(0, 0.5),
+    st.floats(0, 0.5),
+    st.floats(0, 0.3),
+)
+def test_work_obeys_the_identity(rounds, draft, per_token, rollback):
+    """Tokens = accepted + passes, and saved is the target-only cost less the speculative one, with
+    plain passes among the rounds as prompt lookup has them.
+    """
+    receipts = [
+        receipt(
+            i,
+            "speculative",
+            completion_tokens=accepted + 1 + plain + 1,
+            verify_steps=1,
+            target_passes=1 + plain,
+            proposed_tokens=4,
+            accepted_tokens=accepted,
+        )
+        for i, (accepted, plain) in enumerate(rounds)
+    ]
+    done = speed.work(receipts)
+    assert done.tokens == done.accepted + done.passes
+    assert done.accepted == sum(accepted for accepted, _ in rounds)
+    costs = Costs(draft, {4: 1 + 4 * per_token}, rollback)
+    spent = done.passes + done.rounds * (4 * per_token + 4 * draft + rollback)
+    assert done.saved(costs) == pytest.approx(done.tokens - spent)
+
+
+def test_high_acceptance_on_little_coverage_saves_little():
+    """90 % of what was drafted, drafted in 5 % of the passes: a few passes in a hundred."""
+    one = receipt(
+        0,
+        "speculative",
+        completion_tokens=1 + 95 + 5 * 4 + 3,
+        verify_steps=5,
+        target_passes=100,
+        proposed_tokens=20,
+        accepted_tokens=18,
+    )
+    done = speed.work([one])
+    assert done.accepted == 18
+    assert done.saved(Costs(0, {4: 1.4})) / done.tokens == pytest.approx(16 / 118)
+
+
 def test_saved_passes_golden():
     """2.3076 of 5 tokens on the fixture table, 1.52 in the worked round."""
     costs = Costs(0.1, {4: 1.08})

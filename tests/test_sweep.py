@@ -19,13 +19,23 @@ from test_cli import speccheck
 from speccheck import calibration, cells, context, outcome
 from speccheck import sweep as measuring
 from speccheck.cli import main
+from speccheck.config import package_dir
 from speccheck.console import Reporter, sweep_lines
 from speccheck.errors import UsageError
-from speccheck.records import CALIBRATION, SWEEP, Arm, Verdict
+from speccheck.records import CALIBRATION, SWEEP, Arm, Stage, Verdict
 from speccheck.store import Store
 
 LOOSE = {"loop_cpu_share": None, "lag_floor_s": 60, "loop_stall_s": 60, "loop_stall_share": 1}
 """Limits that any machine keeps: these tests are not about the client."""
+EMBEDDED = {
+    "name": "embedded",
+    "speculation": {"method": "draft_model", "model": "packaged", "num_speculative_tokens": 3},
+    "corpus": {"paths": ["corpus.jsonl"]},
+    "client_limits": LOOSE,
+    "warm_up": 1,
+    "routes": [{"name": "dev", "tasks": ["code"]}],
+    "sweep": {"k": [1, 3], "concurrency": [2], "rounds": 2, "calibration_rounds": 2, "mix": None},
+}
 GRID = {"concurrency": [1, 4], "rounds": 2, "calibration_rounds": 2}
 PER_TURN = 4
 
@@ -156,6 +166,55 @@ def test_the_same_command_again_sends_nothing(tmp_path):
     assert both.loads[0] == first.loads[0]
 
 
+def test_a_stage_goes_on_beside_a_sweep(tmp_path):
+    """A sweep before or after does not bind the pair of the stages, nor the other way round."""
+    with swept_pair(tmp_path) as pair:
+        sweep(pair, tmp_path, concurrency=(1,))
+        ended = pair.run(Stage.SHADOW)
+        assert list(ended.stages) == ["shadow"]
+        again = sweep(pair, tmp_path, concurrency=(1, 4))
+    assert [load.concurrency for load in again.loads] == [1, 4]
+    with Store.read(tmp_path / "run" / context.STORE_NAME) as store:
+        evidence = outcome.evidence(store, store.runs()[-1].run_id)
+        assert store.verify() == []
+    assert {row.cohort["stage"] for row in evidence.matrix} == {"sweep", "shadow"}
+    assert {r.stage for r in evidence.receipts} == {"shadow"}
+
+
+@pytest.mark.slow
+def test_the_embedded_engine_is_swept(tmp_path):
+    """One server per proposal length and the controls that tell c from V, on the real pair."""
+    (tmp_path / "rollout.yaml").write_text(json.dumps(EMBEDDED), encoding="utf-8")
+    lines = (package_dir("corpora") / "code.jsonl").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "corpus.jsonl").write_text("\n".join(lines[:4]) + "\n", encoding="utf-8")
+    with context.open_run(
+        tmp_path / "rollout.yaml", tmp_path / "run", Reporter(), fresh=False
+    ) as opened:
+        result = measuring.sweep(opened, measuring.Settings())
+    (load,) = result.loads
+    assert [cell.k for cell in load.cells] == [1, 3]
+    assert load.cells[1].mean_acceptance_length.value > load.cells[0].mean_acceptance_length.value
+    assert all(arm.errors == 0 for arm in (load.target, *load.arms.values()))
+    assert load.arms[3].figures["memory_bytes"].value > 1e7
+    known = result.calibrations[2]
+    assert known.note == calibration.SEPARATE
+    assert set(known.verify) == {1, 3}
+    assert {cell.saved_modelled is not None for cell in load.cells} == {True}
+    arms = Counter((r.k, r.proposer) for r in receipts_of(tmp_path, stage=CALIBRATION))
+    assert set(arms) == {
+        (None, None),
+        (1, "packaged"),
+        (3, "packaged"),
+        (4, "ngram"),
+        (12, "ngram"),
+    }
+    assert len(set(arms.values())) == 1
+    greedy = defaultdict(set)
+    for r in receipts_of(tmp_path, stage=SWEEP, warm_up=False):
+        greedy[r.pair_id].add(r.output_digest)
+    assert all(len(digests) == 1 for digests in greedy.values())
+
+
 def test_another_proposal_length_than_the_server_has(tmp_path):
     """An attached server has one k: asking for another is an error before anything is sent."""
     with swept_pair(tmp_path) as pair:
@@ -242,7 +301,7 @@ def test_a_killed_sweep_goes_on(tmp_path):
     assert sent - 4 <= len(measured) + 2 * 2 <= sent
 
 
-def test_the_page_fits_a_terminal(done):
+def test_the_page_fits_a_terminal(done, monkeypatch, capsys):
     """80 columns, with every figure; and a server that is gone is one clear line."""
     _, folder, result = done
     lines = sweep_lines(result, with_figures=True)
@@ -250,9 +309,11 @@ def test_the_page_fits_a_terminal(done):
     text = "\n".join(lines)
     assert "chat, qa: e2e speed-up over target-only" in text
     assert f"{result.n_cells - len(result.open_cells)} of 2 cells decided" in text
-    ended = speccheck("sweep", "--out", "run", cwd=folder)
-    assert ended.returncode == 4  # the servers are gone, and attached ones are asked first
-    assert "is the server running?" in ended.stderr
+    monkeypatch.chdir(folder)
+    with pytest.raises(SystemExit) as ended:
+        main(["sweep", "--out", "run"])
+    assert ended.value.code == 4  # the servers are gone, and attached ones are asked first
+    assert "is the server running?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
