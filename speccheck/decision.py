@@ -114,9 +114,17 @@ def _holds_anywhere(finding: Finding) -> bool:
     return finding.rule in RULES and RULES[finding.rule].any_workload
 
 
+_GRAVEST = ("max_lossless_violations", "max_quality_regression_cases")
+"""Wrong outputs are told before all else: neither speed nor an aggregate may stand in front."""
+
+
 def _reasons(findings: Sequence[Finding], *, most: int = 3) -> str:
-    """The findings' own sentences, the whole route's before its slices'."""
-    ordered = sorted(findings, key=lambda f: f.cohort != "")
+    """The findings' own sentences: wrong outputs first, the whole route's before its slices', and
+    each rule once before any of them again.
+    """
+    ordered = sorted(findings, key=lambda f: (f.rule not in _GRAVEST, f.cohort != ""))
+    firsts = {f.rule: f for f in reversed(ordered)}
+    ordered.sort(key=lambda f: firsts[f.rule] is not f)
     texts = [f"{f.why} ({f.cohort})" if f.cohort else f.why for f in ordered[:most]]
     if len(ordered) > most:
         texts.append(f"and {len(ordered) - most} more")

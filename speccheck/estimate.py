@@ -13,6 +13,7 @@ What happens at the end of an answer is not in a log: drafted tokens beyond it a
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -294,6 +295,10 @@ class Replay:
                 "suffix sees the answers before it in the log, as at concurrency 1 with a cache "
                 "that began empty"
             )
+        if costs:
+            notes.append(
+                "costs are taken as they are: intervals of speed-ups come from the answers alone"
+            )
         unknown = sum(line.unknown for line in found[0].drafting) if found else 0
         if unknown:
             notes.append(
@@ -391,16 +396,23 @@ def _best(lines: Sequence[Drafting], load: str) -> Best | None:
 
 
 def lookup_costs(calibrated: Mapping[int, Calibration]) -> dict[str, Costs]:
-    """What lookup drafting costs at each batch size that was calibrated; the rest is left out.
+    """What lookup drafting costs at each batch size that was calibrated, by load in words.
 
-    A lookup costs nothing beside the verify step, so c and o are 0. Where a calibration could not
-    tell a draft model's cost from the verify step's, its V is not one of lookup drafting.
+    A lookup costs nothing beside the verify step, so c and o are 0, and a verify step costs no less
+    than a plain one. Left out is what says nothing: a proposal length whose interval has no limits
+    or lies below 1 (the machine was busy with something else), and a calibration that could not
+    tell a draft model's cost from the verify step's.
     """
-    return {
-        f"{batch} at once": Costs(0.0, found.costs.verify)
-        for batch, found in sorted(calibrated.items())
-        if found.note != TOGETHER
-    }
+    found: dict[str, Costs] = {}
+    for batch, calibration in sorted(calibrated.items()):
+        verify = {
+            k: max(1.0, estimate.value)
+            for k, estimate in calibration.verify.items()
+            if math.isfinite(estimate.low) and math.isfinite(estimate.high) and estimate.high >= 1
+        }
+        if verify and calibration.note != TOGETHER:
+            found[f"{batch} at once"] = Costs(0.0, verify)
+    return found
 
 
 # --- the answers of a run -----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What the cases from the field need: servers that say what a case says, and times that are its own.
+"""What the cases from the field need: servers that say what a case says, and times of its own.
 
 Answers go over HTTP from `scripted_server`; times and counts of cases that are about speed are put
 into the client's observations, so that no test waits and none depends on the machine.
@@ -31,6 +31,8 @@ PATIENT: dict[str, Any] = {
 """client_limits under which a busy machine is no late client: times are not what is tested."""
 
 _PROMPT_IDS = 100_000
+_DECODED = range(10_000, 10_500)
+"""Tokens of answers to /v1/completions: no chat answer holds them."""
 
 
 @dataclass
@@ -96,7 +98,7 @@ class Model:
         if body.get("prompt_logprobs"):
             scored: list[Any] = [None]
             for at, token in enumerate(ids[1:]):
-                gap = self.gaps.get((number, at), 5.0)
+                gap = 5.0 if token in _DECODED else self.gaps.get((number, at), 5.0)
                 scored.append(
                     {
                         str(token): {"logprob": -0.01, "rank": 1},
@@ -105,7 +107,7 @@ class Model:
                 )
             choice["prompt_logprobs"] = scored
         elif body.get("logprobs"):
-            tokens = [1_000 + at for at in range(body["max_tokens"])]
+            tokens = list(_DECODED)[: body["max_tokens"]]
             choice["token_ids"] = tokens
             choice["logprobs"] = {
                 "tokens": [f"token_id:{t}" for t in tokens],
@@ -198,7 +200,7 @@ def corpus(folder: Path, n: int, **fields: Callable[[int], Any] | Any) -> None:
             "task": "qa",
             "route": "chat",
             "messages": [{"role": "user", "content": f"question {i}"}],
-            "max_tokens": 64,
+            "max_tokens": 100,
             "check": {"kind": "none"},
         }
         lines.append(json.dumps(line | given))

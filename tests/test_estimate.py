@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from rule_receipts import receipt
 
 from speccheck import stats
+from speccheck.calibration import LOOKUP, TOGETHER, Calibration
 from speccheck.config import Rollout, package_dir
 from speccheck.corpus import Corpus, load_corpus
 from speccheck.engine.engine import Completion, Engine
@@ -24,12 +26,13 @@ from speccheck.estimate import (
     Drafting,
     Method,
     Replay,
+    lookup_costs,
     replay,
     run_answers,
     scheduling_notes,
 )
 from speccheck.logs import LoggedAnswer, chat_ids, open_tokenizer
-from speccheck.records import Answer, to_json
+from speccheck.records import Answer, Estimate, to_json
 from speccheck.speed import Costs, saved_passes
 from speccheck.store import Run, Store
 from speccheck.suffix import SuffixSettings
@@ -265,6 +268,26 @@ def test_without_a_calibrated_verify_step_nothing_is_claimed() -> None:
     assert best.words.startswith("k = 2, ")
     (best,) = replay.estimates({LOAD: Costs(0.5, {2: 3.0, 4: 5.0})}).cohorts[0].best
     assert best.words.startswith("target-only; ")
+
+
+def test_costs_that_say_nothing_are_left_out() -> None:
+    """No limits, below a plain step, or with a draft model's cost in it: no price of a lookup."""
+
+    def estimate(value: float, reach: float) -> Estimate:
+        return Estimate(value, value - reach, value + reach, 3, "mean", 0.05)
+
+    def calibrated(note: str, verify: dict[int, Estimate]) -> Calibration:
+        costs = Costs(0.0, {k: e.value for k, e in verify.items()})
+        return Calibration(4, estimate(0.02, 0.001), verify, verify, None, None, note, costs, ())
+
+    verify = {
+        1: estimate(0.98, 0.05),
+        2: estimate(1.1, 0.02),
+        4: estimate(-0.4, math.inf),
+        8: estimate(0.5, 0.1),
+    }
+    found = lookup_costs({4: calibrated(LOOKUP, verify), 8: calibrated(TOGETHER, verify)})
+    assert found == {"4 at once": Costs(0.0, {1: 1.0, 2: 1.1})}
 
 
 def test_answers_to_one_prompt_are_one_cluster() -> None:

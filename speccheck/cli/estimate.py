@@ -227,7 +227,9 @@ def _calibrated(folder: Path) -> dict[str, Costs]:
         found = calibration.calibrate(store.receipts(run, stage=CALIBRATION))
     costs = lookup_costs(found)
     if not costs:
-        why = "no calibration in it" if not found else "its verify cost has a draft model's in it"
+        why = "no calibration in it"
+        if found:
+            why = "its calibration tells no verify cost apart, or none with limits"
         raise UsageError(f"{folder}: {why}; `speccheck sweep` calibrates, or give --verify-cost")
     return costs
 
