@@ -327,6 +327,65 @@ async def send(
     return stream.observation(request, body, api_key)
 
 
+async def chat(
+    session: aiohttp.ClientSession,
+    base_url: str,
+    model: str,
+    messages: Sequence[Mapping[str, str]],
+    *,
+    max_tokens: int,
+    timeout_s: float = 120.0,
+    api_key: str | None = None,
+) -> str:
+    """One whole answer of a chat model at temperature 0, not streamed: for a judge, never measured.
+
+    Raises:
+        EngineError: where the server does not answer in time, refuses, or sends something else.
+    """
+    body = {"model": model, "messages": list(messages), "max_tokens": max_tokens, "temperature": 0}
+    url = api_url(base_url, "/v1/chat/completions")
+    value = await _post(session, url, body, timeout_s=timeout_s, api_key=api_key)
+    try:
+        content = value["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError) as error:
+        raise EngineError(f"{url}: not a chat reply: {_one_line(error)}") from error
+    return content if isinstance(content, str) else ""
+
+
+async def _post(
+    session: aiohttp.ClientSession,
+    url: str,
+    body: Mapping[str, Any],
+    *,
+    timeout_s: float,
+    api_key: str | None,
+) -> Any:
+    """The JSON of a reply with status 200; EngineError otherwise."""
+    try:
+        async with (
+            asyncio.timeout(timeout_s),
+            session.post(
+                url,
+                data=json.dumps(body).encode(),
+                headers=_headers(api_key),
+                allow_redirects=False,  # it would be a second request, key included
+            ) as reply,
+        ):
+            raw = await reply.read()
+            status = reply.status
+    except TimeoutError:
+        raise EngineError(f"{url}: no answer within {timeout_s:g} s") from None
+    except (aiohttp.ClientError, OSError) as error:
+        raise EngineError(f"{url}: {_one_line(error)}; is the server still running?") from error
+    if status != 200:
+        text = _redact(_message(raw.decode("utf-8", "replace")), api_key)
+        raise EngineError(f"{url}: HTTP {status}: {text}")
+    try:
+        return json.loads(raw)
+    except ValueError as error:
+        raise EngineError(f"{url}: not JSON: {_one_line(error)}") from error
+
+
 async def complete(
     session: aiohttp.ClientSession,
     base_url: str,
@@ -361,22 +420,9 @@ async def complete(
         **(extra or {}),
     }
     url = api_url(base_url, "/v1/completions")
+    value = await _post(session, url, body, timeout_s=timeout_s, api_key=api_key)
     try:
-        async with (
-            asyncio.timeout(timeout_s),
-            session.post(url, data=json.dumps(body).encode(), headers=_headers(api_key)) as reply,
-        ):
-            raw = await reply.read()
-            status = reply.status
-    except TimeoutError:
-        raise EngineError(f"{url}: no answer within {timeout_s:g} s") from None
-    except (aiohttp.ClientError, OSError) as error:
-        raise EngineError(f"{url}: {_one_line(error)}; is the server still running?") from error
-    if status != 200:
-        text = _redact(_message(raw.decode("utf-8", "replace")), api_key)
-        raise EngineError(f"{url}: HTTP {status}: {text}")
-    try:
-        choice = json.loads(raw)["choices"][0]
+        choice = value["choices"][0]
         ids = choice.get("token_ids")
         scored = choice.get("prompt_logprobs") or []
         if prompt_logprobs is not None and len(scored) != len(token_ids):

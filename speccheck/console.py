@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from speccheck.cells import ArmFigures, Cell, Load
+    from speccheck.grading.blind import PreferenceSummary
     from speccheck.outcome import Outcome, WrittenPacket
     from speccheck.sweep import Result as SweepResult
 
@@ -178,6 +179,8 @@ def _outcome(console: Console, ended: Outcome, written: WrittenPacket | None) ->
         if decision.scope:
             console.print(Padding(Text(printable(decision.scope)), (0, 0, 0, 2)))
     console.print()
+    for one in ended.preferences:
+        console.print(Text(preference_line(one)))
     if written is not None:
         for path in written.files.values():
             console.print(Text(f"wrote {path}"))
@@ -196,6 +199,20 @@ def _passed_words(decision: Decision, ended: Outcome) -> str:
     ):
         return f"✓ passes {decision.stage}"
     return ACTION_WORDS[decision.action]
+
+
+def preference_line(one: PreferenceSummary) -> str:
+    """What one judge or reviewer preferred, in one line."""
+    e = one.difference
+    unclear = f", {one.unclear} unclear" if one.unclear else ""
+    interval = ""
+    if one.n:
+        low, high = 100 * e.low, 100 * e.high
+        interval = f"; loss {100 * e.value:+.1f} points ({low:+.1f} to {high:+.1f}, n {e.n})"
+    return printable(
+        f"{one.source} {one.who} (information only): {one.target_only} prefer target-only, "
+        f"{one.speculative} speculative, {one.ties} ties{unclear}{interval}"
+    )
 
 
 def plan_page(plan: Mapping[str, Any]) -> None:

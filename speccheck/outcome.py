@@ -20,6 +20,7 @@ from speccheck.config import Guardrails
 from speccheck.context import STORE_NAME, latest_arms, measured_arms
 from speccheck.errors import ExitCode, StoreError, UsageError
 from speccheck.graded import in_figures
+from speccheck.grading.blind import PreferenceSummary, summarise
 from speccheck.quality import CaseStatus
 from speccheck.records import (
     CALIBRATION,
@@ -45,6 +46,8 @@ class Outcome:
     """One per route."""
     checks: tuple[decision.Check, ...] = ()
     """What is judged beside routes: the fixture, and the packet where one was written."""
+    preferences: tuple[PreferenceSummary, ...] = ()
+    """What judges and reviewers preferred: shown, never judged."""
 
     @property
     def exit_code(self) -> ExitCode:
@@ -67,6 +70,7 @@ class Outcome:
                 for name, result in self.stages.items()
             },
             "decisions": [to_json(made) for made in self.decisions],
+            "preferences": [to_json(one) for one in self.preferences],
         }
 
 
@@ -157,7 +161,10 @@ def outcome(
         {name: result.evidence for name, result in results.items()},
         () if written is None else written.missing,
     )
-    return Outcome(run_id, results, tuple(decision.final(made)), tuple(checks))
+    given = store.preferences(run_id) if Stage.REPLAY in stages else ()
+    return Outcome(
+        run_id, results, tuple(decision.final(made)), tuple(checks), tuple(summarise(given))
+    )
 
 
 def _standing(store: Store, run_id: str, stages: Sequence[Stage]) -> list[Decision]:
@@ -277,6 +284,7 @@ def evidence(store: Store, run_id: str) -> packet.RunEvidence:
         matrix_advice=table.advice,
         findings=[f for stage in Stage for f in store.findings(run_id, stage)],
         decisions=[*made, *_unfinished(store, run_id, made)],
+        preferences=summarise(store.preferences(run_id)),
     )
 
 

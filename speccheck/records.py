@@ -443,6 +443,20 @@ class Answer:
     further ones, each with text, token_ids and finish_reason; `tool_calls`, [name, arguments]."""
 
 
+@dataclass(frozen=True, slots=True)
+class Preference:
+    """Which of two answers somebody preferred, not knowing the arms. Information, never a gate."""
+
+    source: str
+    """judge (a language model) or human."""
+    who: str
+    """The judge's model, or the reviewer."""
+    pair_id: str
+    verdict: str
+    """target_only, speculative, tie, or unclear: a reply that was no verdict."""
+    note: str = ""
+
+
 # --- judgement ----------------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ from speccheck.records import (
     Estimate,
     Finding,
     Measurement,
+    Preference,
     Receipt,
     Verdict,
     canonical_json,
@@ -45,8 +46,9 @@ from speccheck.telemetry import Snapshot
 if TYPE_CHECKING:
     import duckdb
 
-STORE_VERSION = 2
-"""Version of SCHEMA. History: 1, the first; 2, verify steps and details of answers."""
+STORE_VERSION = 3
+"""Version of SCHEMA. History: 1, the first; 2, verify steps and details of answers; 3, preferences
+of judges and reviewers."""
 
 SCHEMA = """
 CREATE TABLE store_version (
@@ -179,6 +181,19 @@ CREATE TABLE texts (
     accepted_per_step BIGINT[],        -- accepted in each verify step; NULL where not sent
     drafted_per_step BIGINT[],         -- drafted in each verify step; NULL where not sent
     details VARCHAR                    -- JSON: log-probabilities, further choices, tool calls
+);
+
+-- Which of two answers a judge or a reviewer preferred, arms hidden. Information only.
+CREATE TABLE preferences (
+    run_id VARCHAR NOT NULL,           -- the run
+    seq BIGINT NOT NULL,               -- order of writing; the last verdict on a pair stands
+    given_at_ns BIGINT NOT NULL,       -- wall clock, ns since 1970-01-01 UTC
+    source VARCHAR NOT NULL,           -- judge or human
+    who VARCHAR NOT NULL,              -- the judge's model, or the reviewer
+    pair_id VARCHAR NOT NULL,          -- joins the arms' receipts of the two answers
+    verdict VARCHAR NOT NULL,          -- target_only, speculative, tie or unclear
+    note VARCHAR NOT NULL,             -- comment, or why it is unclear
+    PRIMARY KEY (run_id, seq)
 );
 
 -- Metrics as estimated, before any rule. Derived: a stage that is run again replaces its own.
@@ -617,6 +632,27 @@ class Store:
             )
             for row in self._derived("measurements", run_id, stage)
         ]
+
+    def put_preferences(
+        self, run_id: str, given: Sequence[Preference], *, given_at_ns: int
+    ) -> None:
+        """Add what was preferred; the last verdict of one source and person on a pair stands."""
+        with self._writing() as connection:
+            ((seq,),) = self._rows("SELECT count(*) FROM preferences WHERE run_id = ?", [run_id])
+            for i, p in enumerate(given):
+                connection.execute(
+                    "INSERT INTO preferences VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    [run_id, seq + i, given_at_ns, p.source, p.who, p.pair_id, p.verdict, p.note],
+                )
+
+    def preferences(self, run_id: str) -> list[Preference]:
+        """What stands, in the order it was given."""
+        rows = self._rows(
+            "SELECT source, who, pair_id, verdict, note FROM preferences WHERE run_id = ? "
+            "ORDER BY seq",
+            [run_id],
+        )
+        return list({row[:3]: Preference(*row) for row in rows}.values())
 
     def put_findings(self, run_id: str, stage: str, findings: Sequence[Finding]) -> None:
         """Replace the findings of a stage."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
+from speccheck.grading.blind import summarise
 from speccheck.matrix import KResult, LatencyCell, MatrixRow
 from speccheck.packet import RunEvidence
 from speccheck.records import (
@@ -21,6 +22,7 @@ from speccheck.records import (
     Decision,
     Estimate,
     Finding,
+    Preference,
     Receipt,
     Verdict,
     prompt_band,
@@ -635,6 +637,17 @@ REGRESSIONS: list[dict[str, Any]] = [
 ]
 
 
+PREFERENCES = summarise(
+    [
+        *(Preference("judge", "big-one", f"p{i}", "target_only") for i in range(9)),
+        *(Preference("judge", "big-one", f"q{i}", "speculative") for i in range(6)),
+        *(Preference("judge", "big-one", f"r{i}", "tie") for i in range(24)),
+        Preference("judge", "big-one", "u", "unclear", "no verdict in 'Hm.'"),
+        Preference("human", "ada", "p0", "tie"),
+    ]
+)
+
+
 def replay_evidence() -> dict[str, Any]:
     """`ReplayEvidence`, all parts."""
     return {
@@ -669,12 +682,53 @@ def replay_evidence() -> dict[str, Any]:
                 "speculative_passes": 288,
                 "lost": 4,
                 "gained": 1,
+                "flipped": 2,
+                "regressions": 1,
+                "improvements": 0,
                 "mcnemar_p": 0.1875,
                 "difference": estimate(0.01, -0.0021, 0.019996, 300, "Tango score interval"),
                 "margin": 0.02,
                 "verdict": "pass",
                 "why": "the upper limit is within the margin",
             },
+        ],
+        "form": [
+            {
+                "temperature": "temperature 0",
+                "pairs": 540,
+                "faults": [
+                    {
+                        "fault": "cut at the token limit",
+                        "n": 540,
+                        "target": 9,
+                        "speculative": 11,
+                        "only_speculative": 3,
+                        "only_target": 1,
+                        "difference": estimate(0.0037, -0.0036, 0.0118, 540, "Tango"),
+                        "mcnemar_p": 0.3125,
+                    }
+                ],
+                "none_shown": ["empty", "refuses"],
+                "changes": [
+                    {
+                        "what": "structure",
+                        "n": 540,
+                        "changed": 2,
+                        "control_n": 540,
+                        "control_changed": 1,
+                        "p_value": 0.5,
+                    },
+                    {
+                        "what": "language",
+                        "n": 498,
+                        "changed": 0,
+                        "control_n": 0,
+                        "control_changed": 0,
+                        "p_value": None,
+                    },
+                ],
+                "length": estimate(1.003, 0.996, 1.01, 540),
+            }
         ],
         "divergences": {
             "pairs": 540,
@@ -985,6 +1039,7 @@ def realistic(
                 "fail", canary_evidence(), reasons=["code-complete: fell back at 168 s"]
             ),
         },
+        preferences=PREFERENCES,
         receipts=[
             *shadow_receipts(pairs, loads=loads),
             *protected_receipts(40),
@@ -1056,6 +1111,7 @@ def hostile() -> RunEvidence:
         run=poisoned(plain.run, number),
         arms=poisoned(plain.arms, number),
         stages=stages,
+        preferences=[replace(p, who=bad(p.who)) for p in plain.preferences],
         receipts=[
             replace(
                 r,

@@ -57,6 +57,7 @@ ORDER = [
     "doctor",
     "probe",
     "graded",
+    "preferences",
     "replay",
     "slices",
     "shadow",

@@ -18,6 +18,8 @@ import aiohttp
 import packet_data as data
 import pytest
 
+from speccheck.grading import review
+from speccheck.grading.blind import AnswerPair, preferred
 from speccheck.packet import RunEvidence, build_view, render
 
 T = TypeVar("T")
@@ -331,6 +333,39 @@ def test_paper_has_everything_and_no_navigation(browser: Browser, realistic: Pat
     browser.command("Emulation.setEmulatedMedia", media="print", features=[])
     assert browser.ask("getComputedStyle(document.querySelector('nav')).display") == "none"
     assert browser.ask("document.documentElement.scrollHeight") > 1.2 * folded
+
+
+def test_a_review_sheet_saves_its_verdicts(browser: Browser, tmp_path: Path) -> None:
+    """The page runs no script of an answer, fits, and saves a CSV that the import reads."""
+    evil = "<script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'>" + "w" * 3000
+    chat = ({"role": "user", "content": evil},)
+    pairs = [AnswerPair(f"g:{i}", "chat", "r", chat, f"{evil} {i}", f"b {i}") for i in range(3)]
+    sheet = review.make_sheet("run:x", pairs, 9, "key")
+    review.write(review.key_path(tmp_path, sheet.sheet_id), review.key_json(sheet))
+    path = tmp_path / "sheet.html"
+    review.write(path, review.sheet_html(sheet))
+    for width in (390, 1280):
+        browser.open(path, width=width)
+        assert browser.ask("typeof window.pwned") == "undefined"
+        assert browser.ask(SPILLED) == [0]
+        assert browser.said() == []
+    browser.ask(
+        "URL.createObjectURL = blob => (blob.text().then(text => window.saved = text), '#');"
+        "document.querySelectorAll('article').forEach((a, i) => {"
+        " a.querySelector(`input[value=\"${['1', '2', 'tie'][i]}\"]`).click();"
+        " a.querySelector('input[type=text]').value = '=1+1, \"so\"'; });"
+        "document.getElementById('save').click()"
+    )
+    assert browser.ask("document.getElementById('count').textContent") == "3 of 3 judged"
+    saved = tmp_path / "verdicts.csv"
+    saved.write_text(browser.ask("window.saved"), encoding="utf-8")
+    _, given = review.read_sheet(saved, tmp_path, "ada")
+    expected = [
+        preferred(row.first, choice)
+        for row, choice in zip(sheet.rows, ("1", "2", "tie"), strict=True)
+    ]
+    assert [p.verdict for p in given] == expected
+    assert {p.note for p in given} == {'\'=1+1, "so"'}
 
 
 def test_a_whole_run_stays_a_small_file(realistic: Path) -> None:

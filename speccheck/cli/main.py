@@ -23,6 +23,7 @@ from speccheck.cli.data import corpus, receipts
 from speccheck.cli.doctor import doctor
 from speccheck.cli.estimate import estimate
 from speccheck.cli.revisit import revisit
+from speccheck.cli.review import judge, review
 from speccheck.cli.shell import (
     PATH,
     STAGES,
@@ -402,5 +403,5 @@ def packet(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
     return ExitCode.JUDGED_BAD if written.missing else ExitCode.PASS
 
 
-for _command in (doctor, receipts, corpus, estimate, sweep, revisit):
+for _command in (doctor, receipts, corpus, estimate, sweep, revisit, review, judge):
     cli.add_command(_command)

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NotRequired, TypedDict
 
+from speccheck.grading.blind import PreferenceSummary
 from speccheck.matrix import MatrixRow
 from speccheck.records import Decision, Estimate, Finding, Receipt
 
@@ -211,6 +212,12 @@ class QualityOfTask(TypedDict):
     """Target passes, speculative fails (b)."""
     gained: int
     """Target fails, speculative passes (c)."""
+    flipped: NotRequired[int | None]
+    """A/A flip set: cases on which target-only differed from itself. None where it ran once."""
+    regressions: NotRequired[int]
+    """Confirmed, at numerical ties too."""
+    improvements: NotRequired[int]
+    """The confirmed mirror."""
     mcnemar_p: float | None
     """Exact, one-sided."""
     difference: Interval
@@ -218,6 +225,45 @@ class QualityOfTask(TypedDict):
     margin: float
     verdict: str
     why: str
+
+
+class FaultOfForm(TypedDict):
+    """One fault of the form of answers, paired: cut at the token limit, refuses ..."""
+
+    fault: str
+    n: int
+    target: int
+    speculative: int
+    only_speculative: int
+    only_target: int
+    difference: Interval
+    """Share on the speculative arm minus share on target-only, with Tango's interval."""
+    mcnemar_p: float
+
+
+class ChangeOfForm(TypedDict):
+    """One property that differs between the arms' answers, beside the A/A control."""
+
+    what: str
+    n: int
+    changed: int
+    control_n: int
+    control_changed: int
+    p_value: float | None
+
+
+class FormOfAnswers(TypedDict):
+    """Whether the form of the answers changed, at one temperature."""
+
+    temperature: str
+    pairs: int
+    faults: Sequence[FaultOfForm]
+    """Those that either arm shows."""
+    none_shown: Sequence[str]
+    """Faults that were looked for and that no answer shows."""
+    changes: Sequence[ChangeOfForm]
+    length: Interval
+    """Tokens of an answer, speculative over target-only, geometric mean ratio."""
 
 
 class LosslessTest(TypedDict):
@@ -260,6 +306,7 @@ class ReplayEvidence(TypedDict, total=False):
     """The mirror count: target-only fails K of K, speculative passes K of K."""
     regressions: Sequence[RegressionCase]
     quality: Sequence[QualityOfTask]
+    form: Sequence[FormOfAnswers]
     divergences: Divergences | NotMeasured
     noise_floor: NoiseFloor | NotMeasured
     lossless: Sequence[LosslessTest]
@@ -381,6 +428,8 @@ class RunEvidence:
     matrix: Sequence[MatrixRow]
     findings: Sequence[Finding]
     decisions: Sequence[Decision]
+    preferences: Sequence[PreferenceSummary] = ()
+    """What judges and reviewers preferred: shown, never judged."""
     matrix_warnings: Sequence[str] = ()
     """`Matrix.warnings`: what to beware of when reading the matrix."""
     matrix_advice: Sequence[str] = ()

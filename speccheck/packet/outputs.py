@@ -7,12 +7,14 @@ from itertools import takewhile
 from typing import Any
 
 from speccheck import stats
+from speccheck.grading.blind import PreferenceSummary
 from speccheck.packet import view
 from speccheck.packet.evidence import RunEvidence
 from speccheck.packet.parts import (
     each,
     interval,
     known,
+    listed,
     part_of,
     stage_evidence,
     verdict_mark,
@@ -24,6 +26,8 @@ from speccheck.records import Stage
 REGRESSION_LABELS = {
     "real": "the target was not in doubt where the texts part",
     "numerical_tie": "the texts part at a tie of the target's two best tokens",
+    "not_attributed": "how sure the target was where the texts part is not known",
+    "sampled": "every sample of one arm passes and every one of the other fails",
 }
 
 
@@ -56,6 +60,9 @@ def replay_view(evidence: RunEvidence) -> view.ReplayView | Missing:
         bound=_bound(cases, found),
         regressions=found,
         quality=each(part, "quality", "no task was graded", _quality),
+        form=each(part, "form", "the form of the answers was not looked at", _form),
+        preferences=tuple(map(_preference, evidence.preferences))
+        or Missing("no judge and no reviewer was asked (speccheck judge, speccheck review)"),
         divergences=_divergences(part),
         noise_floor=_noise_floor(part),
         lossless=each(part, "lossless", "no distribution test was run", _lossless),
@@ -125,11 +132,56 @@ def _quality(task: Mapping[str, Any]) -> view.QualityLine:
         speculative_passes=task["speculative_passes"],
         lost=task["lost"],
         gained=task["gained"],
+        flipped=part_of(task, "flipped", "target-only ran once"),
+        confirmed=f"{task.get('regressions', 0)} worse, {task.get('improvements', 0)} better",
         mcnemar_p=known(task["mcnemar_p"], "nothing differed", "p"),
         difference=interval(task["difference"], "share", "no pair was graded"),
         margin=task["margin"],
         mark=verdict_mark(task["verdict"]),
         why=task["why"],
+    )
+
+
+def _form(found: Mapping[str, Any]) -> view.FormView:
+    return view.FormView(
+        temperature=found["temperature"],
+        pairs=found["pairs"],
+        faults=tuple(
+            view.FaultLine(
+                **{k: v for k, v in fault.items() if k not in ("difference", "mcnemar_p")},
+                difference=interval(fault["difference"], "share", "no pair"),
+                mcnemar_p=known(fault["mcnemar_p"], "nothing differed", "p"),
+            )
+            for fault in found["faults"]
+        ),
+        none_shown=listed(found["none_shown"]),
+        changes=tuple(
+            view.ChangeLine(
+                what=change["what"],
+                n=change["n"],
+                changed=change["changed"],
+                control=f"{change['control_changed']} of {change['control_n']}"
+                if change["control_n"]
+                else "no control",
+                p_value=known(change["p_value"], "no control", "p"),
+            )
+            for change in found["changes"]
+        ),
+        length=interval(found["length"], "ratio", "no token counts"),
+    )
+
+
+def _preference(one: PreferenceSummary) -> view.PreferenceLine:
+    return view.PreferenceLine(
+        source=one.source,
+        who=one.who,
+        n=one.n,
+        target_only=one.target_only,
+        speculative=one.speculative,
+        ties=one.ties,
+        unclear=one.unclear,
+        difference=interval(one.difference, "share", "no pair was judged"),
+        p_value=known(one.p_value, "nothing was preferred", "p"),
     )
 
 

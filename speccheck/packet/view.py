@@ -626,11 +626,69 @@ class QualityLine:
     speculative_passes: int
     lost: int
     gained: int
+    flipped: int | Missing
+    """Cases on which target-only differed from itself."""
+    confirmed: str
+    """Confirmed regressions and improvements: "1 worse, 0 better"."""
     mcnemar_p: Figure | Missing
     difference: Interval | Missing
     margin: float
     mark: Mark
     why: str
+
+
+@dataclass(frozen=True)
+class FaultLine:
+    """One fault of the form of answers, paired."""
+
+    fault: str
+    n: int
+    target: int
+    speculative: int
+    only_speculative: int
+    only_target: int
+    difference: Interval | Missing
+    mcnemar_p: Figure | Missing
+
+
+@dataclass(frozen=True)
+class ChangeLine:
+    """One property that differs between the arms, beside target-only against itself."""
+
+    what: str
+    n: int
+    changed: int
+    control: str
+    """"0 of 40", or that there was none."""
+    p_value: Figure | Missing
+
+
+@dataclass(frozen=True)
+class FormView:
+    """Whether the form of the answers changed, at one temperature."""
+
+    temperature: str
+    pairs: int
+    faults: tuple[FaultLine, ...]
+    none_shown: str
+    """Faults that no answer shows, in words."""
+    changes: tuple[ChangeLine, ...]
+    length: Interval | Missing
+
+
+@dataclass(frozen=True)
+class PreferenceLine:
+    """What one judge or reviewer preferred, arms hidden."""
+
+    source: str
+    who: str
+    n: int
+    target_only: int
+    speculative: int
+    ties: int
+    unclear: int
+    difference: Interval | Missing
+    p_value: Figure | Missing
 
 
 @dataclass(frozen=True)
@@ -706,6 +764,8 @@ class ReplayView:
     """Upper 95 % bound on the true regression rate where no case was found."""
     regressions: tuple[Regression, ...] | Missing
     quality: tuple[QualityLine, ...] | Missing
+    form: tuple[FormView, ...] | Missing
+    preferences: tuple[PreferenceLine, ...] | Missing
     divergences: DivergencesView | Missing
     noise_floor: NoiseFloorView | Missing
     lossless: tuple[LosslessLine, ...] | Missing
