@@ -22,8 +22,8 @@ from speccheck import __version__
 from speccheck.cli.data import corpus, receipts
 from speccheck.cli.doctor import doctor
 from speccheck.cli.estimate import estimate
-from speccheck.cli.revisit import revisit
 from speccheck.cli.review import judge, review
+from speccheck.cli.revisit import revisit
 from speccheck.cli.shell import (
     PATH,
     STAGES,
