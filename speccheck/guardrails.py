@@ -535,13 +535,23 @@ def _fail_p(m: Measurement, rule: Rule, limit: float, floor: Estimate | None) ->
 
 def _noise(rule: Rule, limit: float, floor: Estimate | None) -> float:
     """Log noise of the A/A control if it is more than half of what the rule allows, else 0."""
-    if floor is None or rule.kind not in ("regression", "speedup") or not _is_whole(floor):
+    if floor is None or not rule.is_timed or not _is_whole(floor):
         return 0.0
     if floor.low <= 0 or math.isinf(floor.high):
         return math.inf
     noise = max(abs(math.log(floor.low)), abs(math.log(floor.high)))
     allowed = abs(math.log(limit)) if rule.kind == "regression" else 0.0
     return noise if noise > allowed / 2 else 0.0
+
+
+def _floor_text(rule: Rule, limit: float, floor: Estimate | None, verdict: Verdict) -> str:
+    """What target-only shows against itself, for a rule on times; empty where it is not known."""
+    if floor is None or not rule.is_timed or not _is_whole(floor):
+        return ""
+    shown = f"{_change(floor.low)} to {_change(floor.high)} (noise floor, n {floor.n})"
+    if verdict is Verdict.INCONCLUSIVE and _noise(rule, limit, floor) > 0:
+        return f"; target-only against itself already shows {shown}"
+    return f"; target-only against itself {shown}"
 
 
 def _widened(e: Estimate, rule: Rule, limit: float, floor: Estimate | None) -> Estimate:
@@ -594,11 +604,7 @@ def _finding(
         if needed and rule.counts != "requests":
             why += f"; about {needed} more {rule.counts} are needed"
             needed = None
-        if verdict is Verdict.INCONCLUSIVE and _noise(rule, bound, floor) > 0 and floor is not None:
-            why += (
-                f"; target-only against itself already shows {_change(floor.low)} to"
-                f" {_change(floor.high)} (noise floor)"
-            )
+        why += _floor_text(rule, bound, floor, verdict)
         if rule.name == "max_acceptance_rate":
             verdict, word = _loop_verdict(verdict, m, mine)
             why += word

@@ -587,32 +587,63 @@ def measure_protected(receipts: Sequence[Receipt], *, stage: str, route: str) ->
     ]
 
 
-def noise_floors(receipts: Sequence[Receipt], *, rng: np.random.Generator) -> dict[str, Estimate]:
+FLOOR_LEAST = 10
+"""A/A pairs without which no noise floor is told; a quantile needs one pair beyond it besides."""
+
+
+def a_a_pairs(receipts: Iterable[Receipt]) -> list[tuple[Receipt, Receipt]]:
+    """Target-only receipts of one load that share a pair id, both completed: the A/A control.
+
+    They come in pairs of blocks, earlier and later; in every other one the later side is named
+    first, so that what drifted between the blocks cancels in a ratio of the two.
+    """
+    twins: dict[str, dict[tuple[str, int, int], Receipt]] = defaultdict(dict)
+    for r in sorted(receipts, key=lambda r: r.attempt):
+        if r.arm == Arm.TARGET_ONLY and not r.warm_up:
+            twins[r.pair_id][r.phase, r.block, r.repeat] = r
+    pairs = []
+    for found in twins.values():
+        done = sorted(found.values(), key=lambda r: (r.block, r.repeat))
+        if len(done) == 2 and all(r.outcome == Outcome.OK for r in done):
+            first, second = done
+            if first.concurrency == second.concurrency:
+                pairs.append((first, second))
+    blocks = sorted({first.block for first, _ in pairs})
+    return [
+        (second, first) if blocks.index(first.block) % 2 else (first, second)
+        for first, second in pairs
+    ]
+
+
+def noise_floors(
+    receipts: Iterable[Receipt],
+    *,
+    rng: np.random.Generator,
+    tpot_min_tokens: int = TPOT_MIN_TOKENS,
+) -> dict[str, Estimate]:
     """Target-only over target-only: metric name (as in `measure_route`) -> ratio of the A/A pairs.
 
-    What the measurement shows where nothing differs. Empty without A/A receipts.
+    What the measurement shows where nothing differs (STATS 5.8). Answers of unequal length are no
+    equal work and left out of TPOT and e2e. Empty without enough A/A pairs.
     """
-    controls = {r.pair_id: r for r in receipts if is_control(r) and r.outcome == Outcome.OK}
-    pairs = [
-        (r, controls[r.pair_id])
-        for r in receipts
-        if r.arm == Arm.TARGET_ONLY
-        and not is_control(r)
-        and r.outcome == Outcome.OK
-        and not r.warm_up
-        and r.pair_id in controls
-        and r.concurrency == controls[r.pair_id].concurrency
-    ]
+    pairs = a_a_pairs(receipts)
+    least = {"tpot": tpot_min_tokens, "e2e": 1}
     found: dict[str, Estimate] = {}
     for name, get in LATENCIES.items():
         known = [
-            (a, b) for s, t in pairs if (a := get(s)) is not None and (b := get(t)) is not None
+            (a, b)
+            for s, t in pairs
+            if (name not in least or _same_length(s, t, least[name]))
+            and (a := get(s)) is not None
+            and (b := get(t)) is not None
         ]
-        if not known:
+        n = len(known)
+        if n < FLOOR_LEAST:
             continue
         first, second = zip(*known, strict=True)
-        draws = stats.bootstrap_quantile_ratios(first, second, tuple(QUANTILES.values()), rng=rng)
-        for label, p in QUANTILES.items():
+        told = {label: p for label, p in QUANTILES.items() if n * (1 - p) >= 1 - 1e-9}
+        draws = stats.bootstrap_quantile_ratios(first, second, tuple(told.values()), rng=rng)
+        for label, p in told.items():
             found[f"{name}_{label}_ratio"] = draws.estimate(p, alpha=ALPHA)
         if name == "e2e":
             found["e2e_mean_ratio"] = stats.geometric_mean_ratio(first, second, alpha=ALPHA)

@@ -452,5 +452,4 @@ def _noise_floor(graded: Graded, asked: Attribution, prompts: Sequence[Prompt]) 
         "tau": floor.tau if floor is not None else None,
         "positions": floor.n if floor is not None else 0,
         "content_missed": floor.content_missed if floor is not None else None,
-        "latency": {},
     }

@@ -5,23 +5,28 @@ the speculative arm (B), ABBA or BAAB by draw, so that drift of the machine canc
 the protected traffic arrive by their own Poisson process (given how many there are, arrival times
 are uniform), cut into blocks. The mirrored copy leaves at the same instant as its original; its
 output is thrown away, only the digest stays.
+
+The two A blocks of each four send the same requests of the routes at the same offsets: target-only
+against target-only, which shows what this measurement tells apart, and costs no request more. Every
+block starts with a cold prefix cache, so that neither arm nor block finds prompts of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from speccheck import plan, stats
+from speccheck import measure, plan, stats
 from speccheck.config import Rollout, Route
 from speccheck.context import PROTECTED, RunContext, latest_arms
 from speccheck.estimate import scheduling_notes
 from speccheck.records import (
     Arm,
+    Estimate,
     Finding,
     Measurement,
     Outcome,
@@ -33,6 +38,8 @@ from speccheck.records import (
 )
 
 PHASE = "mirror"
+A_A = "mirror-aa"
+"""First part of the pair ids of the A/A control: both halves are target-only."""
 ALONE_SHARE = 0.5
 """Length of a block without the mirror, as a share of one with it."""
 
@@ -83,11 +90,38 @@ def plan_mirror(run: RunContext, routes: Sequence[Route]) -> list[PlannedRequest
         ]
         for i in range(half)
     ]
+    unused = 1 + max((request.repeat for request in arrivals), default=0)
+    alone = [
+        block
+        for first, second in zip(alone[::2], alone[1::2], strict=True)
+        for block in _a_a(first, second, unused)
+    ]
     planned: list[PlannedRequest] = []
     for block, mirror in enumerate(_order(settings.blocks, rng)):
-        requests = (with_mirror if mirror else alone).pop(0)
-        planned += [replace(request, block=block) for request in requests]
+        for request in (with_mirror if mirror else alone).pop(0):
+            salt = plan.cache_salt(run.run_id, request.arm, f"{PHASE}-{block}")
+            planned.append(replace(request, block=block, cache_salt=salt))
     return planned
+
+
+def _a_a(
+    first: Sequence[PlannedRequest], second: Sequence[PlannedRequest], unused: int
+) -> tuple[list[PlannedRequest], list[PlannedRequest]]:
+    """Two blocks without the mirror as an A/A control: the first's requests in both of them.
+
+    Protected traffic stays as it arrived: with and without the mirror are compared on it. Copies
+    need keys of their own: repeats from `unused` on are free.
+    """
+    ours = [
+        replace(r, pair_id=plan.pair_id(A_A, r.prompt.prompt_id, r.repeat))
+        for r in first
+        if r.prompt.priority != PROTECTED
+    ]
+    copies = [replace(r, repeat=unused + r.repeat) for r in ours]
+    return (
+        ours + [r for r in first if r.prompt.priority == PROTECTED],
+        copies + [r for r in second if r.prompt.priority == PROTECTED],
+    )
 
 
 def planned_counts(rollout: Rollout, protected: Sequence[Prompt]) -> tuple[int, int]:
@@ -150,15 +184,27 @@ def _order(blocks: int, rng: np.random.Generator) -> list[bool]:
 # --- figures ------------------------------------------------------------------------------------
 
 
+def latency_floors(run: RunContext) -> dict[str, Estimate]:
+    """What target-only shows against itself in this run, see `measure.noise_floors`."""
+    receipts = run.store.receipts(run.run_id, stage=Stage.SHADOW, warm_up=False)
+    return measure.noise_floors(receipts, rng=run.rng("floor"))
+
+
 def evidence(
     run: RunContext,
     receipts: Sequence[Receipt],
     measured: Sequence[Measurement],
     finding: Finding | None,
+    floors: Mapping[str, Estimate],
 ) -> dict[str, Any]:
     """`packet.ShadowEvidence`. `finding` is the judged rule on protected traffic, if any."""
     settings = run.rollout.shadow
+    pairs = len(measure.a_a_pairs(receipts))
+    few = f"{pairs} A/A pairs completed, {measure.FLOOR_LEAST} of equal length are needed"
     return {
+        "noise_floor": {"pairs": pairs, "ratios": dict(floors)}
+        if floors
+        else {"not_measured": few},
         "scheduling": _scheduling(receipts, f"{settings.rate_per_s:g} requests/s"),
         "protected": _protected(receipts, measured, finding, settings.blocks),
         "sharing": "two servers and the client on one machine"

@@ -39,6 +39,7 @@ from speccheck import (
 )
 from speccheck.config import Route, package_dir, resolve
 from speccheck.context import (
+    LIVE,
     PROTECTED,
     RunContext,
     measured_arms,
@@ -290,7 +291,7 @@ def shadow_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         ]
         _judge_route(run, judged, Stage.SHADOW, route.name, measured)
     delay = next((f for f in judged.findings if f.rule == "max_protected_delay"), None)
-    judged.evidence = shadow.evidence(run, receipts, protected, delay)
+    judged.evidence = shadow.evidence(run, receipts, protected, delay, shadow.latency_floors(run))
     judged.notes = shadow.lookup_notes(run)
     return judged
 
@@ -443,6 +444,7 @@ def _findings(
         measured,
         stage=stage,
         route=route,
+        noise_floors=shadow.latency_floors(run) if stage in LIVE else None,
         alpha_fail=guardrails.ALPHA_FAIL / shared,
     )
     found = []

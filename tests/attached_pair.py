@@ -67,9 +67,12 @@ def attached_pair(
     target: Callable[[dict[str, Any], int], Script] = target_answer,
     speculative: Callable[[dict[str, Any], int], Script] = speculative_answer,
     prompts: int = 8,
+    protected: int = 0,
     **changes: Any,
 ) -> Iterator[Pair]:
-    """Both servers, running, and a rollout over `prompts` prompts; `changes` replace its keys."""
+    """Both servers, running, and a rollout over `prompts` prompts, and `protected` ones beside;
+    `changes` replace the rollout's keys.
+    """
     with ScriptedServer(target, MODELS) as one, ScriptedServer(speculative, MODELS) as other:
         attached = {"target_only": one.url, "speculative": other.url}
         rollout = ROLLOUT | {"attached": attached} | changes
@@ -82,8 +85,9 @@ def attached_pair(
                 "messages": [{"role": "user", "content": f"question {i}"}],
                 "max_tokens": 40,
                 "check": {"kind": "none"},
+                "priority": "normal" if i < prompts else "protected",
             }
-            for i in range(prompts)
+            for i in range(prompts + protected)
         ]
         text = "".join(json.dumps(line) + "\n" for line in lines)
         (folder / "corpus.jsonl").write_text(text, encoding="utf-8")

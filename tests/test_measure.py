@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from rule_receipts import pair, pairs, receipt
 
-from speccheck import measure, stats
-from speccheck.records import Arm, to_json
+from speccheck import guardrails, measure, stats
+from speccheck.records import Arm, Stage, Verdict, to_json
 
 
 @pytest.fixture
@@ -367,6 +367,90 @@ def test_noise_floor_of_latency(rng):
     assert found["e2e_mean_ratio"].low < 1 < found["e2e_mean_ratio"].high
     assert found["e2e_p95_ratio"].n == 100
     assert measure.noise_floors(receipts, rng=rng) == {}
+
+
+def a_a(rng, n, *, noise, drift=0.0, blocks=8, first=500, **fields):
+    """Receipts of an A/A control: n requests twice, in neighbouring blocks 2j and 2j+1.
+
+    Each side has noise of its own (log-sd); `drift` is the log change from block to block.
+    """
+    found = []
+    for number in range(n):
+        block = 2 * (number % (blocks // 2))
+        shared = rng.lognormal(0, 0.2)
+        for half in (0, 1):
+            spread = shared * rng.lognormal(0, noise) * np.exp(drift * (block + half))
+            made = receipt(
+                first + number,
+                "target_only",
+                tpot_ms=20 * spread,
+                ttft_ms=50 * spread,
+                **{"block": block + half, "repeat": half} | fields,
+            )
+            pair_id = f"load-aa:p{first + number}:0"
+            found.append(replace(made, pair_id=pair_id, receipt_id=f"aa{number}-{half}"))
+    return found
+
+
+def test_a_a_pairs_are_twice_target_only(rng):
+    """Both halves share a pair id and completed; they are no pairs of the arms, nor unpaired."""
+    control = a_a(rng, 12, noise=0.01)
+    broken = replace(control[0], outcome="error", last_token_ns=None)
+    receipts = [*pairs(rng, 20), broken, *control[1:]]
+    assert len(measure.a_a_pairs(receipts)) == 11
+    found = measure.pair_receipts(receipts)
+    assert (len(found.pairs), found.unpaired) == (20, 0)
+
+
+def test_drift_between_the_blocks_of_an_a_a_control_cancels(rng):
+    """Each block 3 % slower than the one before: no bias, where one order alone would show 3 %."""
+    control = a_a(rng, 120, noise=0.005, drift=0.03)
+    e = measure.noise_floors(control, rng=rng)["e2e_mean_ratio"]
+    assert e.low < 1 < e.high
+    assert e.high / e.low < 1.02
+    one_way = measure.noise_floors([r for r in control if r.block < 2], rng=rng)["e2e_mean_ratio"]
+    assert one_way.low > 1.02
+
+
+def test_a_noise_floor_needs_pairs(rng):
+    """Ten pairs for any, 20 for a p95, 100 for a p99; unequal answers are no equal work."""
+    for n, known in ((9, set()), (12, {"p50"}), (20, {"p50", "p95"}), (100, {"p50", "p95", "p99"})):
+        found = measure.noise_floors(a_a(rng, n, noise=0.01), rng=rng)
+        assert {name.split("_")[1] for name in found if name.startswith("tpot")} == known
+    control = a_a(rng, 40, noise=0.01)
+    unequal = [
+        replace(r, completion_tokens=90) if r.receipt_id.endswith("-1") else r for r in control
+    ]
+    found = measure.noise_floors(unequal, rng=rng)
+    assert not [name for name in found if name.startswith(("tpot", "e2e"))]
+    assert found["ttft_p50_ratio"].n == 40
+
+
+@pytest.mark.parametrize(
+    ("noise", "speculative_ms", "verdict"),
+    [
+        (0.01, 18.0, Verdict.PASS),
+        (0.5, 18.0, Verdict.INCONCLUSIVE),
+        (0.01, 25.0, Verdict.FAIL),
+        (0.3, 25.0, Verdict.INCONCLUSIVE),
+        (0.3, 80.0, Verdict.FAIL),
+        (0.3, 8.0, Verdict.PASS),
+    ],
+)
+def test_a_rule_is_decided_beyond_the_noise_floor_only(rng, noise, speculative_ms, verdict):
+    """Quiet: decided. Noisy: inconclusive, unless the effect exceeds limit and noise together."""
+    receipts = pairs(rng, 200, target_ms=20, speculative_ms=speculative_ms)
+    floors = measure.noise_floors(a_a(rng, 100, noise=noise), rng=rng)
+    found = guardrails.judge(
+        {"max_tpot_p95_regression": guardrails.RuleLimit(0.10)},
+        shadow(receipts, rng),
+        stage=Stage.SHADOW,
+        route="chat",
+        noise_floors=floors,
+    )
+    (finding,) = [f for f in found if f.rule == "max_tpot_p95_regression"]
+    assert finding.verdict is verdict, finding.why
+    assert "(noise floor, n 100)" in finding.why
 
 
 def test_acceptance_from_counters(rng):

@@ -197,8 +197,6 @@ class NoiseFloor(TypedDict):
     """Positions that tau was taken from."""
     content_missed: float | None
     """Share of positions that may move more, at 95 % confidence."""
-    latency: Mapping[str, Interval]
-    """Ratios run/run by metric name: ttft_p95, tpot_p95, e2e_p95 ..."""
 
 
 class QualityOfTask(TypedDict):
@@ -354,11 +352,20 @@ class ProtectedTraffic(TypedDict):
     why: str
 
 
+class LatencyFloor(TypedDict):
+    """Target-only against target-only at the same load, in neighbouring blocks."""
+
+    pairs: int
+    ratios: Mapping[str, Interval]
+    """By metric name: ttft_p95_ratio, tpot_p95_ratio, e2e_mean_ratio ..."""
+
+
 class ShadowEvidence(TypedDict, total=False):
     """Shadow: load on both arms. Latency figures come from the receipts, not from here."""
 
     scheduling: Sequence[SchedulingFigures]
     protected: ProtectedTraffic | NotMeasured
+    noise_floor: LatencyFloor | NotMeasured
     sharing: str
     """How the arms shared the machine: "two servers, alternating blocks", "two GPUs" ..."""
 

@@ -214,10 +214,6 @@ def _noise_floor(part: Mapping[str, Any]) -> view.NoiseFloorView | Missing:
         tau=known(found["tau"], "no gap was probed", "nats"),
         positions=found["positions"],
         content_missed=known(found["content_missed"], "no gap was probed", "share"),
-        latency=tuple(
-            view.RatioLine(words(name), interval(ratio, "ratio", "not estimated"))
-            for name, ratio in found["latency"].items()
-        ),
     )
 
 

@@ -25,6 +25,7 @@ from speccheck.charts import (
     Timeline,
     Track,
 )
+from speccheck.measure import is_control
 from speccheck.packet import view
 from speccheck.packet.evidence import RunEvidence
 from speccheck.packet.parts import (
@@ -96,6 +97,7 @@ def service_view(evidence: RunEvidence) -> view.ServiceView | Missing:
             for metric, get in METRICS
             for (stage, load), arms in groups.items()
         ),
+        noise_floor=_noise_floor(shadow),
         strips=tuple(_strip_chart(metric, groups) for metric, _ in METRICS),
         distributions=tuple(
             chart
@@ -123,6 +125,8 @@ def _comparable(measured: Sequence[Receipt]) -> tuple[list[Receipt], list[str]]:
     for receipt in measured:
         if receipt.priority == "protected" and receipt.stage == Stage.SHADOW:
             reasons["of protected traffic, which has its own part below"] += 1
+        elif is_control(receipt):
+            reasons["of the A/A control, which has its own part below"] += 1
         elif receipt.outcome != Outcome.OK:
             reasons["that did not complete"] += 1
         else:
@@ -238,6 +242,19 @@ def _distribution_chart(
         "right, log scale). A line further left is faster.",
         table=view.ChartTable(("arm", "n", "p10", "p25", "p50", "p75", "p90"), tuple(table)),
         picture=Distributions(tuple(curves)),
+    )
+
+
+def _noise_floor(shadow: Mapping[str, Any]) -> view.LatencyFloor | Missing:
+    part = part_of(shadow, "noise_floor", "shadow gave no A/A control")
+    if isinstance(part, Missing):
+        return part
+    return view.LatencyFloor(
+        pairs=part["pairs"],
+        ratios=tuple(
+            view.RatioLine(words(name), interval(ratio, "ratio", "not estimated"))
+            for name, ratio in part["ratios"].items()
+        ),
     )
 
 

@@ -511,6 +511,22 @@ class CanaryView:
 
 
 @dataclass(frozen=True)
+class RatioLine:
+    """A named ratio."""
+
+    name: str
+    ratio: Interval | Missing
+
+
+@dataclass(frozen=True)
+class LatencyFloor:
+    """Target-only against target-only at the same load: what the measurement tells apart."""
+
+    pairs: int
+    ratios: tuple[RatioLine, ...]
+
+
+@dataclass(frozen=True)
 class ServiceView:
     """Service latency."""
 
@@ -518,6 +534,7 @@ class ServiceView:
     sharing: str
     left_out: tuple[str, ...]
     loads: tuple[LoadLine, ...]
+    noise_floor: LatencyFloor | Missing
     strips: tuple[Chart, ...]
     distributions: tuple[Chart, ...]
     scheduling: SchedulingTable | Missing
@@ -707,14 +724,6 @@ class DivergencesView:
 
 
 @dataclass(frozen=True)
-class RatioLine:
-    """A named ratio."""
-
-    name: str
-    ratio: Interval | Missing
-
-
-@dataclass(frozen=True)
 class NoiseFloorView:
     """Target-only against target-only."""
 
@@ -725,7 +734,6 @@ class NoiseFloorView:
     tau: Figure | Missing
     positions: int
     content_missed: Figure | Missing
-    latency: tuple[RatioLine, ...]
 
 
 @dataclass(frozen=True)
