@@ -334,6 +334,28 @@ def _has_task(prompt: Prompt, tasks: Sequence[str]) -> bool:
     return EVERY_TASK in tasks or prompt.task in tasks
 
 
+def _corpus_files(path: Path, entry: str) -> list[Path]:
+    """Files of one entry of corpus.paths in the rollout at `path`.
+
+    `packaged` is what the shipped pair was trained for; `packaged:general` the prompts for real
+    models, which that pair cannot answer; `packaged:NAME` one family of either.
+    """
+    folder = package_dir("corpora")
+    first, sign, name = entry.partition(":")
+    if first != PACKAGED or (sign and not name):
+        return [path.parent / entry]
+    if not sign:
+        return sorted(folder.glob("*.jsonl"))
+    known = {file.stem: [file] for file in sorted(folder.rglob("*.jsonl"))}
+    known["general"] = sorted((folder / "general").glob("*.jsonl"))
+    if name not in known:
+        raise UsageError(
+            f"{path}: corpus.paths: no packaged prompts are called {name!r}; there are: "
+            f"{', '.join(sorted(known))}"
+        )
+    return known[name]
+
+
 def read_rollout(path: Path) -> tuple[Rollout, Guardrails, Corpus]:
     """A rollout with its rules and prompts, all checked.
 
@@ -345,12 +367,7 @@ def read_rollout(path: Path) -> tuple[Rollout, Guardrails, Corpus]:
         raise UsageError(f"{path}: a route may not be called {PROTECTED!r}: that word is taken")
     rules = resolve(rollout.guardrails, path, package_dir("rules") / "guardrails.yaml")
     guardrails = load_guardrails(rules, rollout.routes)
-    paths: list[Path] = []
-    for entry in rollout.corpus.paths:
-        packaged = entry == PACKAGED
-        paths += (
-            sorted(package_dir("corpora").glob("*.jsonl")) if packaged else [path.parent / entry]
-        )
+    paths = [file for entry in rollout.corpus.paths for file in _corpus_files(path, entry)]
     _check_embedded(path, rollout)
     _check_vllm(path, rollout)
     corpus = load_corpus(paths, format=rollout.corpus.format)

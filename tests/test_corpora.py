@@ -12,11 +12,14 @@ import pytest
 from tokenizers import Tokenizer
 
 from speccheck import grading
+from speccheck.context import read_rollout
 from speccheck.corpus import load_corpus
+from speccheck.errors import UsageError
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "corpora" / "make"))
 
+import general  # noqa: E402
 import make_corpus  # noqa: E402
 import tasks  # noqa: E402
 
@@ -102,6 +105,48 @@ def test_reference_answers_fit_into_max_tokens():
     for task in FAMILIES:
         for prompt, item in zip(committed(task), tasks.corpus_items(task), strict=True):
             assert len(TOKENIZER.encode(item.answer).ids) < prompt["max_tokens"]
+
+
+@pytest.mark.parametrize("task", general.FAMILIES)
+def test_prompts_for_real_models(task):
+    """Committed as generated; each check passes its reference and fails a wrong answer."""
+    lines = (ROOT / "corpora" / "general" / f"{task}.jsonl").read_text(encoding="utf-8")
+    assert [json.loads(line) for line in lines.splitlines()] == general.corpus(task)
+    asked = set()
+    for item in general.items_of(task):
+        asked.add(json.dumps([item.messages, item.follow_up]))
+        answers = [(item.check, item.answer), *zip(item.follow_checks, item.follow_answers)]  # noqa: B905
+        for check, answer in answers:
+            grading.validate(check)
+            assert grading.grade(check, answer).outcome == "pass", (answer, check)
+            assert grading.grade(check, "").outcome == "fail", check
+        assert grading.grade(item.check, item.wrong).outcome == "fail", (item.wrong, item.check)
+    assert len(asked) == len(general.items_of(task)) >= 24
+
+
+def test_prompts_for_real_models_are_asked_for_by_name(tmp_path):
+    """`packaged` leaves them out, `packaged:general` has them all, a typo names what there is."""
+
+    def ids(*paths):
+        text = f"name: x\nspeculation: {{method: ngram, num_speculative_tokens: 2}}\ncorpus: {{paths: {list(paths)}}}\nroutes: [{{name: r, tasks: ['*']}}]\n"  # noqa: E501
+        (tmp_path / "rollout.yaml").write_text(text)
+        return {prompt.prompt_id for prompt in read_rollout(tmp_path / "rollout.yaml")[2].prompts}
+
+    tasks_of = {name.rsplit("-", 1)[0] for name in ids("packaged:general")}
+    assert tasks_of == set(general.FAMILIES)
+    assert not ids("packaged") & ids("packaged:general")
+    assert ids("packaged:refusal", "packaged:json") < ids("packaged", "packaged:general")
+    with pytest.raises(UsageError, match=r"'jsn'; there are: code, config, dialogue"):
+        ids("packaged:jsn")
+
+
+def test_long_prompts_are_long_and_share_their_documents():
+    """Four questions to a log are one cluster; the longest logs are of some thousand tokens."""
+    prompts = general.corpus("long_context")
+    groups = Counter(prompt["group"] for prompt in prompts)
+    assert set(groups.values()) == {4}
+    lengths = [len(prompt["messages"][1]["content"].split()) for prompt in prompts]
+    assert max(lengths) > 3000
 
 
 def test_generator_depends_on_its_seed_only():
