@@ -6,17 +6,17 @@ configuration) and holds the product to what ought to be said about it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from attached_pair import attached_pair
-from field import PATIENT, Model, Product, Say, corpus, slowed
+from field import PATIENT, Model, Product, Say, Seen, corpus, observe, slowed
 from scripted_server import spec_metrics
 
-from speccheck.records import Arm
-
-RULES = {"name": "chat"}
+from speccheck.records import Arm, PlannedRequest
 
 
 @pytest.fixture
@@ -28,8 +28,20 @@ def route(**rules: Any) -> list[dict[str, Any]]:
     return [{"name": "chat", "rules": rules}]
 
 
-REPLAY = {"warm_up": 0, "client_limits": PATIENT, "replay": {"confirmations": 2}}
-SHADOW = {"warm_up": 0, "client_limits": PATIENT}
+REPLAY = {
+    "warm_up": 0,
+    "client_limits": PATIENT,
+    "replay": {"confirmations": 2, "slices": "off"},
+}
+
+
+def shadow(requests: int) -> dict[str, Any]:
+    """A rollout whose shadow stage mirrors so many requests, in no time."""
+    return {
+        "warm_up": 0,
+        "client_limits": PATIENT,
+        "shadow": {"requests_per_route": requests, "rate_per_s": 20_000, "blocks": 4},
+    }
 
 
 def words(seed: int, n: int = 80) -> list[int]:
@@ -117,3 +129,129 @@ def test_t02_verification_that_is_not_enforced_falls_back(
     assert "22 confirmed quality regressions" in told.reason
     assert told.finding("max_lossless_violations")["verdict"] == "fail"
     assert told.finding("min_acceptance_rate")["verdict"] == "pass"
+
+
+# --- T06, T08, T12, T25: shadow -----------------------------------------------------------------
+
+
+def jitter(seed: int, spread: float = 0.03) -> Callable[[], float]:
+    """Noise of a time, the same in every run of the test."""
+    rng = np.random.default_rng(seed)
+    return lambda: float(rng.lognormal(0, spread))
+
+
+def test_t06_a_dead_drafter_is_a_failure_and_not_missing_data(
+    product: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of all that was drafted is accepted, no error anywhere, TPOT p95 +38 %."""
+    noise = jitter(6)
+
+    def see(request: PlannedRequest) -> Seen:
+        spec = request.arm == Arm.SPECULATIVE
+        tpot = 20.0 * (1.38 if spec else 1.0) * noise()
+        return Seen(tpot, tokens=66, drafted=195 if spec else None, accepted=0, steps=65)
+
+    observe(monkeypatch, see)
+    dead = {"method": "eagle", "model": "acme/foo-eagle3", "num_speculative_tokens": 3}
+    with attached_pair(
+        product.folder,
+        routes=route(min_acceptance_rate=0.5, max_tpot_p95_regression=0.1),
+        **shadow(150) | {"speculation": dead},
+    ):
+        corpus(product.folder, 150)
+        told = product.stage("shadow")
+    assert told.code == 1
+    assert told.action == "fall_back"
+    acceptance = told.finding("min_acceptance_rate")
+    assert acceptance["verdict"] == "fail"
+    assert acceptance["estimate"]["value"] == 0
+    assert "0 of 29250 drafted tokens accepted" in acceptance["why"]
+    assert "method name" in told.reason
+    assert told.finding("max_tpot_p95_regression")["verdict"] == "fail"
+    assert told.finding("max_error_rate")["verdict"] != "fail"
+
+
+def test_t08_random_token_ids_decide_nothing(
+    product: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Acceptance .31 under a limit of .50, measured on prompts of random ids."""
+    noise = jitter(8)
+
+    def see(request: PlannedRequest) -> Seen:
+        spec = request.arm == Arm.SPECULATIVE
+        return Seen(20.0 * noise(), drafted=100 if spec else None, accepted=31)
+
+    observe(monkeypatch, see)
+    with attached_pair(product.folder, routes=route(min_acceptance_rate=0.5), **shadow(128)):
+        corpus(product.folder, 128, source="random_token_ids")
+        told = product.stage("shadow")
+    print(told.reason, [(f["rule"],f["cohort"],f["verdict"],f["why"][:150]) for f in told.json["decisions"][0]["findings"]])
+    assert told.code == 3
+    assert told.action == "inconclusive"
+    assert told.reason.startswith("not decisive: ")
+    assert "random" in told.reason
+    assert "sample of the route's own traffic" in told.reason
+    assert told.finding("min_acceptance_rate")["verdict"] == "fail"
+
+
+def test_t12_a_slice_that_the_average_hides(
+    product: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """420 short prompts get faster, 30 long ones slower; the total .478 passes a limit of .40."""
+    noise = jitter(12)
+
+    def see(request: PlannedRequest) -> Seen:
+        long = int(request.prompt.prompt_id.removeprefix("p")) >= 420
+        spec = request.arm == Arm.SPECULATIVE
+        base, mirrored = (19.5, 27.9) if long else (14.6, 9.8)
+        drafted, accepted = (290, 17) if long else (120, 66)
+        return Seen(
+            (mirrored if spec else base) * noise(),
+            prompt_tokens=16_500 if long else 2_000,
+            drafted=drafted if spec else None,
+            accepted=accepted + (request.repeat + request.block) % 2,
+        )
+
+    observe(monkeypatch, see)
+    with attached_pair(
+        product.folder,
+        routes=route(min_acceptance_rate=0.4, max_tpot_p95_regression=0.05),
+        **shadow(900),
+    ):
+        corpus(product.folder, 450)
+        told = product.stage("shadow")
+        page = product.page("packet")
+    assert told.code == 1
+    assert told.action == "fall_back"
+    assert told.finding("min_acceptance_rate")["verdict"] == "pass"
+    slice_ = told.finding("min_acceptance_rate", "prompt >=4096")
+    assert slice_["verdict"] == "fail"
+    assert slice_["estimate"]["value"] == pytest.approx(0.06, abs=0.005)
+    assert "prompt >=4096" in told.reason
+    assert "fails at prompt >=4096" in told.json["decisions"][0]["scope"]
+    packet = (product.folder / "run" / "packet.md").read_text(encoding="utf-8")
+    assert "target-only" in packet
+    import re; print(re.findall(r"[^\n]*>=4096[^\n]*", packet)[:6]); print(told.json["decisions"][0]["scope"], told.reason)
+    assert "no length" in packet, page
+
+
+def test_t25_a_p95_below_the_first_bucket_is_seen_by_receipts(
+    product: Product, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """5.1 ms against 8.6 ms: one histogram bucket, and +68.6 % by the receipts."""
+    noise = jitter(25, 0.02)
+
+    def see(request: PlannedRequest) -> Seen:
+        spec = request.arm == Arm.SPECULATIVE
+        return Seen((8.6 if spec else 5.1) * noise(), ttft_ms=20, drafted=100, accepted=60)
+
+    observe(monkeypatch, see)
+    with attached_pair(product.folder, routes=route(max_tpot_p95_regression=0.1), **shadow(512)):
+        corpus(product.folder, 512)
+        told = product.stage("shadow")
+    assert told.code == 1
+    assert told.action == "fall_back"
+    tpot = told.finding("max_tpot_p95_regression")
+    assert tpot["verdict"] == "fail"
+    assert tpot["estimate"]["value"] == pytest.approx(8.6 / 5.1, rel=0.02)
+    assert "5.1" in tpot["why"] or "5.2" in tpot["why"]
