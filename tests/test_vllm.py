@@ -161,6 +161,35 @@ def test_an_interpreter_without_vllm(tmp_path):
 # --- its log, and what it says of itself --------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("method", "refuses the speculative config (method Input should be 'ngram'"),
+        ("field", "refuses the speculative config (lenience Unexpected keyword"),
+        ("vocab", "Target and draft model should have the same vocabulary size"),
+        ("missing", "not on this machine and could not be fetched"),
+        ("arg", "does not know an argument of vllm.args (api_server.py: error: unrecognized"),
+        ("port", "the port is taken"),
+    ],
+)
+def test_the_reason_is_found_in_a_real_log(log, words):
+    """The ends of logs of vLLM 0.32's CPU build, started wrongly on purpose."""
+    assert words in vllm.explain((LOGS / f"{log}.log").read_text())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "ValueError: Free memory on device cuda:0 (1.2/139.8 GiB) on startup is less than desired",
+        "ValueError: No available memory for the cache blocks.",
+    ],
+)
+def test_out_of_memory_says_what_to_lower(line):
+    """As vLLM's source words it; no GPU was at hand to see it."""
+    assert "gpu-memory-utilization" in vllm.explain(f"INFO x\n{line}\n")
+
+
 def test_nothing_is_read_into_an_innocent_log():
     """An unknown end has no reason; the last lines stand for themselves."""
     assert vllm.explain("INFO starting\nINFO ready\n") == ""
