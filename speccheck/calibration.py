@@ -30,6 +30,9 @@ from speccheck.measure import ALPHA
 from speccheck.records import CALIBRATION, Arm, Estimate, Outcome, Receipt
 from speccheck.speed import Costs
 
+LOOKUP_METHODS = ("ngram", "suffix")
+"""Proposers that look drafts up in text: no model runs for them."""
+
 SEPARATE = "c and o told from V by prompt-lookup controls"
 LOOKUP = "prompt lookup: no draft model, its look-up is timed in V"
 TOGETHER = "draft, verify step and overhead in one: nothing here times the draft apart"
@@ -114,7 +117,7 @@ def _turns(members: Iterable[Receipt]) -> dict[_Turn, _Pass]:
     for r in members:
         turn = _TARGET
         if r.arm == Arm.SPECULATIVE:
-            turn = _Turn(r.k or 0, (r.proposer or "").startswith("ngram"))
+            turn = _Turn(r.k or 0, (r.proposer or "").startswith(LOOKUP_METHODS))
         arms[turn].append(r)
     found = {}
     for turn, mine in arms.items():

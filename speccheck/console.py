@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -297,12 +298,13 @@ def sweep_lines(result: SweepResult, *, with_figures: bool) -> list[str]:
     if result.loads:
         lines += ["", "* best k, = cannot be told from it, (*) the model's choice"]
     lines += _cost_lines(result)
-    lines += ["", *(printable(line) for line in result.lines)]
-    lines += [f"note: {printable(note)}" for note in result.notes]
+    lines.append("")
+    for text in (*result.lines, *(f"note: {note}" for note in result.notes)):
+        lines += _wrapped(text)
     decided = result.n_cells - len(result.open_cells) - result.n_unmeasured
     lines.append(f"{decided} of {result.n_cells} cells decided, {result.seconds:.0f} s")
     for text in result.open_cells[:_OPEN_SHOWN]:
-        lines.append(f"  open: {printable(text)}")
+        lines += _wrapped(f"  open: {text}")
     if len(result.open_cells) > _OPEN_SHOWN:
         lines.append(f"  and {len(result.open_cells) - _OPEN_SHOWN} more; --json has them all")
     lines.append("n, method and level of every interval: --json")
@@ -310,6 +312,10 @@ def sweep_lines(result: SweepResult, *, with_figures: bool) -> list[str]:
 
 
 _OPEN_SHOWN = 8
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(printable(text), 80, subsequent_indent="    ", break_long_words=False)
 
 
 def _by_family(loads: Iterable[Load]) -> dict[tuple[str, str], list[Load]]:

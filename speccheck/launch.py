@@ -137,9 +137,11 @@ def sweep_servers(
 
     Raises:
         EngineError: a server does not start, does not answer, or dies on the way.
-        UsageError: the API key's environment variable is not set, or an attached server does not
-            say its proposal length.
+        UsageError: the API key's environment variable is not set, an attached server does not say
+            its proposal length, or the embedded engine does not take one that is asked for.
     """
+    from speccheck.engine.settings import EngineSettings
+
     if rollout.engine == "attached":
         pair = _attach(rollout)
         k = (pair.speculative.speculative_config or {}).get("num_speculative_tokens")
@@ -167,6 +169,8 @@ def sweep_servers(
                 "prompt_lookup_min": 1,
                 "prompt_lookup_max": 3,
             }
+    for config in configs.values():
+        EngineSettings.parse(_embedded_settings(rollout, config))  # before anything is started
     processes: list[subprocess.Popen[str]] = []
     found: dict[str, dict[int, ArmDescription]] = {"k": {}, "lookup": {}}
     pids: dict[str, int] = {}

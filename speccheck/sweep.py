@@ -20,12 +20,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from speccheck import budget, calibration, cells, grid, launch, plan, store
+from speccheck import budget, calibration, cells, client, grid, launch, plan, store
 from speccheck.calibration import Calibration
 from speccheck.cells import MIXED, Cell, Limits, Load
 from speccheck.context import RunContext
 from speccheck.drive import Endpoint, MonotonicClock, Written, drive
-from speccheck.errors import UsageError
+from speccheck.errors import EngineError, UsageError
 from speccheck.grid import PlannedLoad, load_name
 from speccheck.health import ClientHealth, pooled_health
 from speccheck.records import (
@@ -40,7 +40,7 @@ from speccheck.records import (
     Verdict,
     to_json,
 )
-from speccheck.telemetry import Snapshot
+from speccheck.telemetry import Snapshot, scrape
 
 ROUND_MARK = "speccheck:sweep_round_seconds"
 """Sample that closes a round: how long it took; its labels name load, block and client health."""
@@ -337,13 +337,31 @@ def _round(
 def _sample_memory(
     run: RunContext, servers: launch.SweepServers, load: PlannedLoad, arm: ArmDescription
 ) -> None:
-    """Resident memory of a server that we started, after its turn."""
+    """Resident memory of a server after its turn, by the system or by its own metrics."""
+    if load.family.stage != SWEEP:
+        return
     pid = servers.pids.get(arm.url)
-    resident = None if pid is None else launch.resident_bytes(pid)
-    if resident is not None and load.family.stage == SWEEP:
+    resident = (
+        asyncio.run(_scraped_memory(arm.url, servers.api_key))
+        if pid is None
+        else launch.resident_bytes(pid)
+    )
+    if resident is not None:
         k = (arm.speculative_config or {}).get("num_speculative_tokens", 0)
         key = cells.arm_key(load.family.route, load.family.name, load.concurrency, k)
         _sample(run, MEMORY, (("arm", key),), float(resident))
+
+
+async def _scraped_memory(url: str, api_key: str | None) -> float | None:
+    """What the server's own metrics say; None where it has none."""
+    async with client.open_session() as session:
+        try:
+            page = await scrape(
+                session, url, now_ns=time.perf_counter_ns, names=[MEMORY], api_key=api_key
+            )
+        except EngineError:
+            return None
+    return page.total(MEMORY)
 
 
 def _sample(run: RunContext, name: str, labels: tuple[tuple[str, str], ...], value: float) -> None:
@@ -489,7 +507,7 @@ def _result(
         loads=loads,
         calibrations=calibrations,
         lines=tuple(cells.findings(loads)),
-        notes=tuple(_notes(run, known, calibrations, counted)),
+        notes=(*_notes(run, known, calibrations, counted), *_memory_note(loads)),
         open_cells=tuple(open_cells),
         n_cells=sum(len(load.cells) for load in loads) + n_missing,
         n_unmeasured=n_missing,
@@ -538,8 +556,10 @@ def _notes(
             f"modelled savings at concurrency {', '.join(map(str, missing))}: not estimated, the "
             "verify step is not calibrated there"
         )
-    if run.rollout.engine != "embedded":
-        notes.append("memory: not measured, the servers are not ours")
+    rows = run.rollout.embedded.max_num_seqs
+    above = [c for c in sorted({one.load.concurrency for one in standings}) if c > rows]
+    if run.rollout.engine == "embedded" and above:
+        notes.append(f"at concurrency above {rows} requests queue: that is embedded.max_num_seqs")
     short = [
         r
         for r in counted
@@ -551,6 +571,13 @@ def _notes(
             "asked for speculation off; it has no switch per request"
         )
     return notes
+
+
+def _memory_note(loads: Sequence[Load]) -> list[str]:
+    arms = [arm for load in loads for arm in (load.target, *load.arms.values())]
+    if any("memory_bytes" in arm.figures for arm in arms):
+        return []
+    return [f"memory: not measured, the servers are not ours and do not tell ({MEMORY})"]
 
 
 def _keep(run: RunContext, result: Result) -> None:

@@ -68,6 +68,7 @@ def done(tmp_path_factory):
     """A finished sweep: its pair (stopped), its folder, its result."""
     folder = tmp_path_factory.mktemp("sweep")
     with swept_pair(folder) as pair:
+        pair.servers[Arm.SPECULATIVE].metrics_text = "process_resident_memory_bytes 1.5e+08\n"
         result = sweep(pair, folder, price_per_engine_hour=1.0)
     return pair, folder, result
 
@@ -128,6 +129,14 @@ def test_cells_can_be_computed_from_exported_receipts(done):
     }
     assert set(known) == {1, 4}
     assert known[4].note == calibration.LOOKUP
+
+
+def test_memory_is_what_the_servers_tell(done):
+    """From the metrics of an attached server; one that does not tell has none, not 0."""
+    _, _, result = done
+    for load in result.loads:
+        assert load.arms[4].figures["memory_bytes"].value == 1.5e8
+        assert "memory_bytes" not in load.target.figures
 
 
 def test_the_matrix_and_the_packet_take_a_sweep(done):
@@ -256,6 +265,21 @@ def test_a_budget_that_is_too_short_says_what_was_not_measured(tmp_path):
     assert result.n_unmeasured == 2
     assert any(note.startswith("not measured: ") for note in result.notes)
     assert result.verdict is Verdict.ERROR
+
+
+def test_a_proposal_length_that_the_engine_does_not_take(tmp_path):
+    """An error with the limit in it, before a server is started."""
+    (tmp_path / "rollout.yaml").write_text(json.dumps(EMBEDDED), encoding="utf-8")
+    lines = (package_dir("corpora") / "code.jsonl").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "corpus.jsonl").write_text(lines[0] + "\n", encoding="utf-8")
+    with (
+        context.open_run(
+            tmp_path / "rollout.yaml", tmp_path / "run", Reporter(), fresh=False
+        ) as opened,
+        pytest.raises(UsageError, match="num_speculative_tokens is 20; 1 to 15"),
+    ):
+        measuring.sweep(opened, measuring.Settings(k=(2, 20)))
+    assert not (tmp_path / "run" / "logs").exists()
 
 
 def test_a_killed_sweep_goes_on(tmp_path):
