@@ -926,7 +926,7 @@ def make_receipt(
         proposer=_text(spec.get("model") or spec.get("method")),
         algorithm=_text(spec.get("rejection_sample_method")),
         draft_sampling=_text(spec.get("draft_sample_method")),
-        k=_count(spec.get("num_speculative_tokens")),
+        k=_count(request.fields.get("k", spec.get("num_speculative_tokens"))),
         engine=arm_description.engine,
         engine_config_id=arm_description.engine_config_id,
         policy_version=policy_version,

@@ -446,11 +446,27 @@ def read_policy(path: Path, rollout: Rollout, corpus: Corpus) -> eligibility.Eli
     """
     if rollout.eligibility is None:
         return None
-    return eligibility.load_eligibility(
-        resolve(rollout.eligibility, path, package_dir("rules") / "eligibility.yaml"),
+    file = policy_path(path, rollout)
+    policy = eligibility.load_eligibility(
+        file,
         routes=[route.name for route in rollout.routes],
         features={name for prompt in corpus.prompts for name in prompt.features},
     )
+    for rule in policy.rules:
+        if rule.k is not None and not eligibility.usable_k(rollout, rule.k):
+            configured = rollout.speculation["num_speculative_tokens"]
+            raise UsageError(
+                f"{file}: rule {rule.name!r}: k {rule.k}: the rollout's servers run"
+                f" num_speculative_tokens {configured}, and"
+                + (" vLLM takes no other" if rollout.engine == "attached" else " take no more")
+            )
+    return policy
+
+
+def policy_path(path: Path, rollout: Rollout) -> Path:
+    """Where the eligibility policy of a rollout file is, or would be."""
+    name = rollout.eligibility or "eligibility.yaml"
+    return resolve(name, path, package_dir("rules") / "eligibility.yaml")
 
 
 def _table_digest(path: Path, rollout: Rollout) -> str:

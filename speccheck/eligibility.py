@@ -229,6 +229,17 @@ def _check_known(value: tuple[str, ...] | None, info: ValidationInfo, what: str)
     return value
 
 
+def usable_k(rollout: Rollout, k: int) -> bool:
+    """Whether the rollout's engine can be asked for a proposal length per request.
+
+    vLLM runs one length per server; the embedded engine takes any up to the configured one.
+    """
+    configured = rollout.speculation.get("num_speculative_tokens")
+    if not isinstance(configured, int):
+        return True
+    return k == configured if rollout.engine == "attached" else k <= configured
+
+
 def policy_version(rollout: Rollout, policy: Eligibility | None) -> str:
     """Digest of what decides which requests may speculate: routes, their rules and the policy."""
     if policy is None:
@@ -344,6 +355,46 @@ def _levels(policy: Eligibility, name: str) -> list[int]:
     return sorted(level for level in around if level >= least)
 
 
+def explain(policy: Eligibility, facts: Facts) -> str:
+    """One line: what happens to such a request, by which rule, and why.
+
+    Where the load is not given and matters, up to which load.
+
+    >>> policy = Eligibility(rules=({"name": "calm", "use": "speculate", "k": 2,
+    ...     "when": {"concurrency": {"at_most": 8}}, "reason": "e2e 0.7"},))
+    >>> explain(policy, Facts())
+    "speculate with k 2 up to concurrency 8: rule 1 'calm': e2e 0.7; then target-only"
+    >>> explain(policy, Facts(concurrency=9))
+    'target-only: no rule says speculate'
+    """
+    if facts.concurrency is not None or "concurrency" not in policy.asks_for:
+        return _said(decide(policy, facts))
+    levels = _levels(policy, "concurrency")
+    choices = [decide(policy, replace(facts, concurrency=level)) for level in levels]
+    if not any(choice.speculates for choice in choices):
+        return _said(choices[0])
+    parts = []
+    for i, choice in enumerate(choices):
+        is_last = i + 1 == len(choices)
+        if is_last or not _alike(choice, choices[i + 1]):
+            upto = "" if is_last else f" up to concurrency {levels[i + 1] - 1}"
+            whole = choice.speculates or not is_last
+            parts.append(_said(choice, upto) if whole else "then target-only")
+    return "; ".join(parts)
+
+
+def _alike(a: Choice, b: Choice) -> bool:
+    return (a.use, a.k, a.rule) == (b.use, b.k, b.rule)
+
+
+def _said(choice: Choice, upto: str = "") -> str:
+    what = "target-only"
+    if choice.speculates:
+        what = "speculate" if choice.k is None else f"speculate with k {choice.k}"
+    rule = f"rule {choice.number} {choice.rule!r}: " if choice.rule else ""
+    return f"{what}{upto}: {rule}{choice.reason}"
+
+
 # --- facts of what the stages plan --------------------------------------------------------------
 
 
@@ -383,10 +434,20 @@ def enforce(
         if choice is None:
             choice = decide_at_best(policy, facts_of(request, prompt_tokens))
             choices[request.pair_id] = choice
-        asked = request if choice.speculates else keep_on_target(request, choice)
+        asked = applied(request, choice)
         if asked is not None:
             enforced.append(asked)
     return enforced
+
+
+def applied(request: PlannedRequest, choice: Choice) -> PlannedRequest | None:
+    """A request as the choice has it: with its proposal length, or kept on target-only."""
+    if not choice.speculates:
+        return keep_on_target(request, choice)
+    fields = {name: value for name, value in request.fields.items() if name != "k"}
+    if choice.k is not None and request.arm is Arm.SPECULATIVE:
+        fields["k"] = choice.k
+    return replace(request, fields=fields)
 
 
 def keep_on_target(request: PlannedRequest, choice: Choice) -> PlannedRequest | None:
@@ -428,8 +489,10 @@ class Door:
                 facts = facts_of(request, self._prompt_tokens)
                 choice = decide(self._policy, replace(facts, concurrency=self._in_flight + 1))
                 self._pairs[request.pair_id] = choice
-            if not choice.speculates:
-                return keep_on_target(request, choice)
+            asked = applied(request, choice)
+            if asked is None or not choice.speculates:
+                return asked
+            request = asked
         if request.arm is Arm.SPECULATIVE:
             self._in_flight += 1
         return request

@@ -144,6 +144,10 @@ class MatrixRow:
     """False for a canary: each request ran on one arm, so the arms are independent samples."""
     observed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Dimension -> every value that its requests have."""
+    spans: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """temperature and prompt_tokens: the least and the most that was sent."""
+    options: tuple[str, ...] = ()
+    """Sampling features that requests used."""
     in_flight: int | None = None
     """Requests at once on the speculative arm: the concurrency of a closed loop; where arrivals set
     the load, what 95 % of requests found when they were sent, themselves included."""
@@ -468,6 +472,12 @@ def _row(
             name: tuple(sorted({str(getattr(r, name)) for r in members}, key=_natural))
             for name in DIMENSIONS
         },
+        spans={
+            name: (min(values), max(values))
+            for name in ("temperature", "prompt_tokens")
+            if (values := [x for r in members if (x := getattr(r, name)) is not None])
+        },
+        options=tuple(sorted(set().union(*(used_options(r) for r in members)))),
         in_flight=int(load)
         if is_batch
         else math.ceil(stats.quantile(flights, 0.95))

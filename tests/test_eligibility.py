@@ -315,7 +315,7 @@ def test_a_canary_keeps_on_target_what_the_policy_keeps_off(tmp_path: Path) -> N
     """Both arms' long prompts are marked and go to target-only; the others stay as planned."""
     plan = [planned(n, arm) for n in (1, 2) for arm in Arm]
     sent = enforce(load(tmp_path, FILE), plan, {"chat"}, LENGTHS)
-    assert sent[:2] == plan[:2]
+    assert sent[:2] == [plan[0], replace(plan[1], fields={"k": 2})], "asked for the rule's k"
     assert [(r.arm, r.decision) for r in sent[2:]] == [(Arm.TARGET_ONLY, "target_only")] * 2
     assert sent[2].decision_reason == "eligibility policy: rule 'long': TPOT p95 +43%"
     assert receipt(1, "target_only", decision_reason=sent[2].decision_reason).kept_off
@@ -373,11 +373,12 @@ def test_the_door_gives_a_pair_one_answer(tmp_path: Path) -> None:
     """Both sides of a pair, and a control at full load, are marked as the candidate would be."""
     door = Door(load(tmp_path, FILE), {"chat"}, {f"p{n}": 10 for n in range(40)})
     pair = [planned(0, arm, stage=Stage.SHADOW, mirror=arm is Arm.SPECULATIVE) for arm in Arm]
-    assert [door.send(r) for r in pair] == pair
+    sent = [door.send(r) for r in pair]
+    assert sent == [pair[0], replace(pair[1], fields={"k": 2})]
     for n in range(1, 16):
         door.send(planned(n))
     assert door.send(planned(16, Arm.TARGET_ONLY)).decision_reason.startswith("eligibility")
-    assert door.send(pair[1]) == pair[1], "decided when its other side went out"
+    assert door.send(pair[1]) == sent[1], "decided when its other side went out"
 
 
 def test_what_fell_back_keeps_its_reason(tmp_path: Path) -> None:

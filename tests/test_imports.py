@@ -49,6 +49,7 @@ ORDER = [
     "matrix",
     "guardrails",
     "decision",
+    "proposal",
     "charts",
     "packet",
     "context",
