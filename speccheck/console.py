@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from speccheck.cells import ArmFigures, Cell, Load
     from speccheck.grading.blind import PreferenceSummary
+    from speccheck.matrix import Matrix
     from speccheck.outcome import Outcome, WrittenPacket
     from speccheck.sweep import Result as SweepResult
 
@@ -214,6 +215,59 @@ def preference_line(one: PreferenceSummary) -> str:
         f"{one.source} {one.who} (information only): {one.target_only} prefer target-only, "
         f"{one.speculative} speculative, {one.ties} ties{unclear}{interval}"
     )
+
+
+_COHORT_MARKS = {
+    "speculate": "✓ speculate",
+    "target_only": "– target-only",
+    "inconclusive": "? undecided",
+}
+
+
+def matrix_page(run_id: str, found: Matrix) -> None:
+    """The workload decision matrix: what to do per cohort, the number with its interval, why."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.text import Text
+
+    verdicts = Counter(row.verdict for row in found.rows)
+    console = Console(highlight=False)
+
+    def say(text: str, indent: int = 0, style: str = "") -> None:
+        console.print(Padding(Text(printable(text), style=style), (0, 0, 0, indent)))
+
+    with console.capture() as page:
+        counts = ", ".join(
+            f"{n} {_COHORT_MARKS[verdict][2:]}" for verdict, n in verdicts.most_common()
+        )
+        say(f"{run_id}: {len(found.rows)} cohorts: {counts}")
+        say("Ratios are speculative over target-only with their interval: under 1 is faster.")
+        route = ""
+        for row in found.rows:
+            if row.cohort["route"] != route:
+                route = row.cohort["route"]
+                console.print()
+                say(route, style="bold")
+            k = f", k {row.k}" if row.verdict == "speculate" else ""
+            name = row.name.removeprefix(f"{route}, ")
+            if row.in_flight is not None and row.cohort["concurrency"] != str(row.in_flight):
+                name += f", {row.in_flight} in flight"
+            say(f"{_COHORT_MARKS[row.verdict]}{k}: {name}", style="bold" if k else "")
+            have = (
+                f"{row.n_pairs} pairs"
+                if row.is_paired
+                else f"{row.n_speculative} speculative, {row.n_target} target-only requests"
+            )
+            pools = f"; pools {len(row.pooled)} small cohorts" if row.pooled else ""
+            say(f"{row.why} [{have}{pools}]", 4)
+        for title, lines in (("Beware", found.warnings), ("Do", found.advice)):
+            if lines:
+                console.print()
+            for line in lines:
+                say(f"{title}: {line}")
+        console.print()
+        say("next: speccheck matrix --propose (an eligibility policy, as a diff)")
+    print("\n".join(line.rstrip(" ") for line in page.get().split("\n")), end="")
 
 
 def plan_page(plan: Mapping[str, Any]) -> None:

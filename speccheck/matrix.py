@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from speccheck import stats
+from speccheck import cells, stats
 from speccheck.measure import (
     ALPHA,
     LATENCIES,
@@ -415,8 +415,11 @@ def _row(
 ) -> MatrixRow:
     everything = _arms(members)
     by_k = {k: _arms(group) for k, group in _by_k(members).items()}
-    results = tuple(_k_result(k, arms) for k, arms in sorted(by_k.items()) if arms.n)
-    best, tie = _best_k(results)
+    if key[DIMENSIONS.index("stage")] == SWEEP:
+        results, best, tie = _swept(members)
+    else:
+        results = tuple(_k_result(k, arms) for k, arms in sorted(by_k.items()) if arms.n)
+        best, tie = _best_k(results)
     arms = by_k[best.k] if best else everything
     k = best.k if best and best.k > 0 else None
     spec = arms.speculative
@@ -431,7 +434,7 @@ def _row(
     }
     status = Counter(found for kind, p in runs if (found := quality.get(kind, {}).get(p)))
     known = [r for r in drafting if r.verify_steps and r.target_passes]
-    cells = tuple(_cells(arms, rng))
+    latency = tuple(_cells(arms, rng))
     refused = [r for one in by_k.values() for r in one.speculative if is_refused(r)]
     flights = [in_flight[r.receipt_id] for r in spec if r.receipt_id in in_flight]
     acceptance, length = _acceptance(spec)
@@ -456,7 +459,7 @@ def _row(
         saved_modelled=modelled,
         saved_measured=measured_share,
         saved_note=note,
-        latency=cells,
+        latency=latency,
         e2e_ratio=best.e2e_ratio if best else None,
         errors_target=sum(is_error(r) for r in arms.target),
         errors_speculative=sum(is_error(r) for r in spec),
@@ -520,10 +523,30 @@ def _k_result(k: int, arms: _Arms) -> KResult:
     if not arms.is_paired:
         ratio = stats.unpaired_mean_ratio(target, speculative, alpha=ALPHA)
     else:
-        # The arms of a sweep take turns: what the machine does to a turn is noise of its round.
-        rounds = [r.block for r in arms.timed(get)[0] if r.stage == SWEEP]
-        ratio = stats.geometric_mean_ratio(target, speculative, alpha=ALPHA, blocks=rounds or None)
+        ratio = stats.geometric_mean_ratio(target, speculative, alpha=ALPHA)
     return KResult(k, arms.n, ratio, *_acceptance(arms.speculative))
+
+
+def _swept(
+    members: Sequence[Receipt],
+) -> tuple[tuple[KResult, ...], KResult | None, tuple[int, ...]]:
+    """One load of a sweep, as `cells` has it: its lengths, the best, and those equal to it.
+
+    Where none pays, the best is the one that loses least.
+    """
+    found = cells.loads(members)
+    if not found:
+        return (), None, ()
+    (load,) = found
+    results = tuple(
+        KResult(c.k, c.n_pairs, c.ratios["e2e"], c.acceptance, c.mean_acceptance_length)
+        for c in load.cells
+        if c.n_pairs
+    )
+    chosen = next((result for result in results if result.k == load.best), None)
+    if chosen is None:
+        return results, _best_k(results)[0], ()
+    return results, chosen, load.tied
 
 
 def _drafting(receipts: Iterable[Receipt]) -> list[Receipt]:

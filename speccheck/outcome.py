@@ -8,6 +8,7 @@ list of decisions.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -15,9 +16,24 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from speccheck import calibration, decision, launch, matrix, packet, revisit
-from speccheck.config import Guardrails
-from speccheck.context import STORE_NAME, latest_arms, measured_arms
+from speccheck import (
+    calibration,
+    decision,
+    eligibility,
+    launch,
+    matrix,
+    packet,
+    proposal,
+    revisit,
+    sweep,
+)
+from speccheck.config import PACKAGED, Guardrails, load_rollout
+from speccheck.context import (
+    STORE_NAME,
+    latest_arms,
+    measured_arms,
+    policy_path,
+)
 from speccheck.errors import ExitCode, StoreError, UsageError
 from speccheck.graded import in_figures
 from speccheck.grading.blind import PreferenceSummary, summarise
@@ -197,6 +213,94 @@ def _unfinished(store: Store, run_id: str, made: Sequence[Decision]) -> list[Dec
     return found
 
 
+# --- the matrix, and the policy that follows from it ----------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProposedPolicy:
+    """Files as a proposal would have them; nothing is written before `accept`."""
+
+    run_id: str
+    files: tuple[tuple[Path, str | None, str], ...]
+    """(path, text as it is or None, text as proposed), those that change."""
+    policy: eligibility.Eligibility
+    """The policy as proposed."""
+
+    @property
+    def diff(self) -> str:
+        """What accepting it would change, as a unified diff; empty where it says all already."""
+        return "".join(proposal.diff(old, new, str(path)) for path, old, new in self.files)
+
+    def accept(self) -> list[Path]:
+        """Write the files.
+
+        Raises:
+            StoreError: one cannot be written.
+        """
+        for path, _, new in self.files:
+            try:
+                path.write_text(new, encoding="utf-8")
+            except OSError as error:
+                raise StoreError(f"{path}: cannot be written ({error.strerror})") from None
+        return [path for path, _, _ in self.files]
+
+
+def propose_policy(store: Store, run_id: str, path: Path) -> ProposedPolicy:
+    """An eligibility policy for the rollout file `path`, from what a run of it measured.
+
+    Raises:
+        UsageError: the run is one of another rollout, or the policy file cannot take a proposal.
+    """
+    rollout = load_rollout(path)
+    run = store.run(run_id)
+    measured = run.config["rollout"]
+    if [route["name"] for route in measured["routes"]] != [r.name for r in rollout.routes]:
+        raise UsageError(
+            f"{path}: its routes are not those of run {run_id} (rollout {measured['name']!r});"
+            " give the --rollout that was run"
+        )
+    obeyed = run.config.get("eligibility")
+    made = proposal.propose(
+        workload(store, run_id),
+        [f for stage in Stage for f in store.findings(run_id, stage)],
+        run_id=run_id,
+        routes=[route.name for route in rollout.routes],
+        usable_k=lambda k: eligibility.usable_k(rollout, k),
+        old=None if obeyed is None else eligibility.Eligibility.model_validate(obeyed),
+    )
+    # Never into the file that comes with speccheck.
+    is_packaged = rollout.eligibility in (None, PACKAGED)
+    target = path.parent / "eligibility.yaml" if is_packaged else policy_path(path, rollout)
+    old = _text(target)
+    try:
+        new = proposal.merged_text(old, made)
+        policy = proposal.as_policy(new)
+    except ValueError as error:
+        raise UsageError(f"{target}: a proposal cannot be put into it ({error})") from None
+    files = [(target, old, new)]
+    if is_packaged:
+        text = path.read_text(encoding="utf-8-sig")
+        files.append((path, text, _naming(text)))
+    changed = tuple(file for file in files if file[1] != file[2])
+    return ProposedPolicy(run_id, changed, policy)
+
+
+def _naming(rollout_text: str) -> str:
+    """A rollout's text that names eligibility.yaml as its policy."""
+    line = "eligibility: eligibility.yaml"
+    named, n = re.subn(r"(?m)^eligibility:.*$", line, rollout_text)
+    return named if n else f"{rollout_text.rstrip()}\n{line}\n"
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read ({error})") from None
+
+
 # --- packet -------------------------------------------------------------------------------------
 
 
@@ -216,7 +320,7 @@ def workload(store: Store, run_id: str) -> matrix.Matrix:
     import numpy as np
 
     run = store.run(run_id)
-    receipts = [r for r in store.receipts(run_id) if not r.warm_up]
+    receipts = sweep.that_count(store, run_id, store.receipts(run_id, warm_up=False))
     void = {}
     for stage in Stage:
         kept = store.get_stage(run_id, stage)

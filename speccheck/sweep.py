@@ -378,7 +378,10 @@ def _resume(
     blocks: dict[tuple[str, int], list[Receipt]] = defaultdict(list)
     for r in run.store.receipts(run.run_id, stage=[SWEEP, CALIBRATION], warm_up=False):
         blocks[load_name(r), r.block].append(r)
-    marks = {(load, block): (seconds, is_late) for load, block, seconds, is_late in _marks(run)}
+    marks = {
+        (load, block): (seconds, is_late)
+        for load, block, seconds, is_late in _marks(run.store, run.run_id)
+    }
     for (name, block), receipts in sorted(blocks.items()):
         standing = found.get(name)
         if standing is None:
@@ -392,11 +395,21 @@ def _resume(
     return found
 
 
-def _marks(run: RunContext) -> list[tuple[str, int, float, bool]]:
+def that_count(opened: store.Store, run_id: str, receipts: Iterable[Receipt]) -> list[Receipt]:
+    """Receipts without those of a sweep's rounds that were cut, or in which our client was late."""
+    well = {(load, block) for load, block, _, is_late in _marks(opened, run_id) if not is_late}
+    return [
+        r
+        for r in receipts
+        if r.stage not in (SWEEP, CALIBRATION) or (load_name(r), r.block) in well
+    ]
+
+
+def _marks(opened: store.Store, run_id: str) -> list[tuple[str, int, float, bool]]:
     """(load, block, seconds, whether our client was late) of each round that was closed."""
     return [
         (dict(labels)["load"], int(dict(labels)["block"]), value, dict(labels)["health"] == "late")
-        for snapshot in run.store.snapshots(run.run_id, Arm.TARGET_ONLY)
+        for snapshot in opened.snapshots(run_id, Arm.TARGET_ONLY)
         for (name, labels), value in snapshot.samples.items()
         if name == ROUND_MARK
     ]

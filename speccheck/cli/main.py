@@ -22,6 +22,7 @@ from speccheck import __version__
 from speccheck.cli.data import corpus, receipts
 from speccheck.cli.doctor import doctor
 from speccheck.cli.estimate import estimate
+from speccheck.cli.policy import explain, matrix
 from speccheck.cli.review import judge, review
 from speccheck.cli.revisit import revisit
 from speccheck.cli.shell import (
@@ -403,5 +404,16 @@ def packet(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
     return ExitCode.JUDGED_BAD if written.missing else ExitCode.PASS
 
 
-for _command in (doctor, receipts, corpus, estimate, sweep, revisit, review, judge):
+for _command in (
+    doctor,
+    receipts,
+    corpus,
+    estimate,
+    sweep,
+    revisit,
+    review,
+    judge,
+    matrix,
+    explain,
+):
     cli.add_command(_command)
