@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from speccheck.cells import ArmFigures, Cell, Load
     from speccheck.grading.blind import PreferenceSummary
-    from speccheck.matrix import Matrix
+    from speccheck.matrix import Matrix, MatrixRow
     from speccheck.outcome import Outcome, WrittenPacket
     from speccheck.sweep import Result as SweepResult
 
@@ -227,47 +227,63 @@ _COHORT_MARKS = {
 def matrix_page(run_id: str, found: Matrix) -> None:
     """The workload decision matrix: what to do per cohort, the number with its interval, why."""
     from rich.console import Console
-    from rich.padding import Padding
     from rich.text import Text
 
-    verdicts = Counter(row.verdict for row in found.rows)
     console = Console(highlight=False)
 
-    def say(text: str, indent: int = 0, style: str = "") -> None:
-        console.print(Padding(Text(printable(text), style=style), (0, 0, 0, indent)))
+    def say(text: str, *, indent: int = 0, hang: int = 0, style: str = "") -> None:
+        width = max(console.width - indent, 20)
+        lines = textwrap.wrap(printable(text), width, subsequent_indent=" " * hang) or [""]
+        for line in lines:
+            console.print(Text(" " * indent + line, style=style))
 
     with console.capture() as page:
-        counts = ", ".join(
-            f"{n} {_COHORT_MARKS[verdict][2:]}" for verdict, n in verdicts.most_common()
+        say(
+            f"{run_id}: what to do per cohort. Ratios are speculative over target-only, with their"
+            " interval: under 1 is faster."
         )
-        say(f"{run_id}: {len(found.rows)} cohorts: {counts}")
-        say("Ratios are speculative over target-only with their interval: under 1 is faster.")
-        route = ""
-        for row in found.rows:
-            if row.cohort["route"] != route:
-                route = row.cohort["route"]
-                console.print()
-                say(route, style="bold")
-            k = f", k {row.k}" if row.verdict == "speculate" else ""
-            name = row.name.removeprefix(f"{route}, ")
-            if row.in_flight is not None and row.cohort["concurrency"] != str(row.in_flight):
-                name += f", {row.in_flight} in flight"
-            say(f"{_COHORT_MARKS[row.verdict]}{k}: {name}", style="bold" if k else "")
-            have = (
-                f"{row.n_pairs} pairs"
-                if row.is_paired
-                else f"{row.n_speculative} speculative, {row.n_target} target-only requests"
-            )
-            pools = f"; pools {len(row.pooled)} small cohorts" if row.pooled else ""
-            say(f"{row.why} [{have}{pools}]", 4)
+        for route in sorted({row.cohort["route"] for row in found.rows}):
+            mine = [row for row in found.rows if row.cohort["route"] == route]
+            console.print()
+            say(f"{route}: {_counted_verdicts(mine)}", hang=2, style="bold")
+            for i, row in enumerate(mine):
+                k = f", k {row.k}" if row.verdict == "speculate" else ""
+                name = row.name.removeprefix(f"{route}, ")
+                if row.in_flight is not None and row.cohort["concurrency"] != str(row.in_flight):
+                    name += f", {row.in_flight} in flight"
+                say(f"{_COHORT_MARKS[row.verdict]}{k}: {name} ({_evidence_words(row)})", hang=4)
+                # Cohorts that stand together and have the same reason have it once.
+                if i + 1 == len(mine) or mine[i + 1].why != row.why:
+                    say(row.why, indent=6)
         for title, lines in (("Beware", found.warnings), ("Do", found.advice)):
             if lines:
                 console.print()
             for line in lines:
-                say(f"{title}: {line}")
+                say(f"{title}: {line}", hang=4)
         console.print()
         say("next: speccheck matrix --propose (an eligibility policy, as a diff)")
     print("\n".join(line.rstrip(" ") for line in page.get().split("\n")), end="")
+
+
+def _counted_verdicts(rows: Sequence[MatrixRow]) -> str:
+    """How many cohorts, and what share of the route's requests, have which verdict."""
+    total = sum(row.share for row in rows)
+    parts = []
+    for verdict, mark in _COHORT_MARKS.items():
+        mine = [row for row in rows if row.verdict == verdict]
+        if mine:
+            share = sum(row.share for row in mine) / total
+            parts.append(f"{len(mine)} {mark[2:]} ({share:.0%} of requests)")
+    return ", ".join(parts)
+
+
+def _evidence_words(row: MatrixRow) -> str:
+    n = (
+        f"{row.n_pairs} pairs"
+        if row.is_paired
+        else f"{row.n_speculative} speculative, {row.n_target} target-only requests"
+    )
+    return f"{n}, pools {len(row.pooled)} small cohorts" if row.pooled else n
 
 
 def plan_page(plan: Mapping[str, Any]) -> None:

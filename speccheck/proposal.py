@@ -103,7 +103,7 @@ def propose(
         old: the policy that the run obeyed; its rules about what failed stay while that fails.
     """
     rules: list[ProposedRule] = []
-    notes: list[str] = []
+    notes = [warning for warning in matrix.warnings if "times are void" in warning]
     for route in routes:
         mine = [row for row in matrix.rows if row.cohort["route"] == route]
         failed, open_ = _failed(route, findings, mine, old)
@@ -116,7 +116,11 @@ def propose(
             found += speculate
             notes += unusable
             undecided = [_figure(row) for row in mine if row.verdict == "inconclusive"]
-            rest = "nothing else was measured on this route and found to pay"
+            rest = (
+                "nothing else was measured on this route and found to pay"
+                if speculate
+                else "nothing on this route was found to pay so far"
+            )
             found.append(
                 ProposedRule("the rest", {"route": route}, "target_only", None, rest, (*undecided,))
             )

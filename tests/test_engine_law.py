@@ -18,7 +18,7 @@ from test_engine_models import perturbed_model, random_model, reference_logits
 from speccheck import verifier as v
 from speccheck.engine import drafters
 from speccheck.engine.cache import KVCache
-from speccheck.engine.drafters import Draft, ModelDrafter
+from speccheck.engine.drafters import NO_DRAFT, Draft, ModelDrafter
 from speccheck.engine.engine import Engine
 from speccheck.engine.sampling import SamplingParams
 from speccheck.engine.sequence import Request
@@ -186,6 +186,8 @@ RIGHT = {
     "block, one-hot": {"rejection_sample_method": "block", "draft_sample_method": "greedy"},
     "ngram": NGRAM,
     "block, ngram": NGRAM | {"rejection_sample_method": "block"},
+    "token, adaptive": {"adaptive": True, "num_speculative_tokens": 6},
+    "ngram, adaptive": NGRAM | {"adaptive": {"min_speculative_tokens": 1}},
 }
 
 
@@ -365,6 +367,18 @@ class StaleDraftRows(ModelDrafter):
         ]
 
 
+class PeekingDraft(ModelDrafter):
+    """W39: a length that looks at what was drawn: cut before the first unlikely token."""
+
+    def propose(self, sequences, wanted):
+        cut = []
+        for d in super().propose(sequences, wanted):
+            likely = [d.rows[i, token] >= 0.15 for i, token in enumerate(d.tokens)]
+            n = likely.index(False) if False in likely else len(likely)
+            cut.append(Draft(d.tokens[:n], d.rows[:n]) if n else NO_DRAFT)
+        return cut
+
+
 WRONG_VERIFIERS = [
     ResampleFromTarget,
     AcceptIfLikelier,
@@ -376,7 +390,7 @@ WRONG_VERIFIERS = [
     Lenient,
     BonusFromDraft,
 ]
-WRONG_DRAFTERS = [CoolDraft, ArgmaxDraft, StaleDraftRows]
+WRONG_DRAFTERS = [CoolDraft, ArgmaxDraft, StaleDraftRows, PeekingDraft]
 
 
 def broken(kind, target, draft, monkeypatch):

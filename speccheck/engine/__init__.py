@@ -7,6 +7,6 @@ not. Its verifier is `speccheck.verifier`, the code that the fixture proves.
 
 Map, in import order: settings, llama (config and weights), graph (ONNX builder), cache, model
 (forward pass), prefix (cached prompts), sampling, grammar (structured output), text (tokenizer,
-stop strings), sequence (one request), scheduler, drafters, metrics, engine (a step), worker (its
-thread), protocol (OpenAI shapes), server.
+stop strings), adaptive (proposal length), sequence (one request), scheduler, drafters, metrics,
+engine (a step), worker (its thread), protocol (OpenAI shapes), server.
 """

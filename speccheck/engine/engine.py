@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from speccheck.engine.adaptive import ProposalLengths
 from speccheck.engine.cache import KVCache
 from speccheck.engine.drafters import NO_DRAFT, Draft, Drafter, ModelDrafter, NgramDrafter
 from speccheck.engine.llama import Floats
@@ -91,6 +92,8 @@ class Engine:
                 f"engine settings: max_model_len {self.max_model_len} exceeds the {limit} "
                 "positions of the models"
             )
+        adaptive = None if spec is None else spec.adaptive
+        self._lengths = None if adaptive is None else ProposalLengths(adaptive, self.k)
         self.verifier = verifier or ALGORITHMS[_algorithm(spec)]
         self.metrics = EngineMetrics(None if spec is None else self.k, self.max_model_len)
         self._cache = KVCache(config, n_rows)
@@ -299,10 +302,27 @@ class Engine:
         """Drafts of this round; none where none may be made."""
         if self._drafter is not None:
             wanted = [sequence.draft_budget(self.max_model_len) for sequence in sequences]
+            if self._lengths is not None:
+                wanted = self._adapt(self._lengths, sequences, wanted)
             if any(wanted):
                 drafts = self._drafter.propose(sequences, wanted)
                 return [_fitting(s, draft) for s, draft in zip(sequences, drafts, strict=True)]
         return [NO_DRAFT] * len(sequences)
+
+    def _adapt(
+        self, lengths: ProposalLengths, sequences: list[Sequence], limits: list[int]
+    ) -> list[int]:
+        """Lengths by agreement and load; what changed is kept with the request."""
+        wanted, changes = lengths.choose(
+            [sequence.length for sequence in sequences],
+            limits,
+            self._scheduler.n_waiting,
+            [sequence.stats.n_steps for sequence in sequences],
+        )
+        for sequence, change in zip(sequences, changes, strict=True):
+            if change is not None and sequence.k:
+                sequence.stats.length_changes.append(change)
+        return wanted
 
     def _verify(
         self, sequences: Seq[Sequence], drafts: Seq[Draft], logits: Floats
@@ -396,6 +416,8 @@ class Engine:
         stats.last_token_s = now
         stats.n_steps += 1
         metrics.n_generation_tokens += len(output.token_ids)
+        if self._lengths is not None and stats.n_steps > 1 and sequence.k:
+            self._lengths.observe(sequence.length, outcome.accepted, n_drafted)
         if n_drafted:
             stats.accepted_per_step.append(outcome.accepted)
             stats.drafted_per_step.append(n_drafted)

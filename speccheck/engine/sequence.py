@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
+from speccheck.engine.adaptive import LengthChange, LengthState
 from speccheck.engine.grammar import Grammar, Matcher
 from speccheck.engine.sampling import History, SamplingParams, TokenLogprobs
 from speccheck.engine.text import Detokenizer, StopMatcher, Tokenizer
@@ -51,6 +52,8 @@ class RequestStats:
     """Target passes that committed tokens, that of the prompt's end included."""
     accepted_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)
+    length_changes: list[LengthChange] = field(default_factory=list)
+    """Of an adaptive proposal length."""
 
     def as_metrics(self, k: int | None) -> dict[str, Any]:
         """As vLLM's `PerRequestMetrics`, "detailed"; `k` is None on target-only servers.
@@ -77,7 +80,7 @@ class RequestStats:
         histogram = [0] * (k + 1)
         for n in self.accepted_per_step:
             histogram[n] += 1
-        return {
+        found = {
             "mean_acceptance_length": 1 + accepted / steps if steps else 1.0,
             "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
             "acceptance_histogram": histogram,
@@ -88,6 +91,12 @@ class RequestStats:
             "per_step_accepted": list(self.accepted_per_step),
             "per_step_drafted": list(self.drafted_per_step),
         }
+        if self.length_changes:  # ours: vLLM's length is fixed
+            found["proposal_length_changes"] = [
+                {"step": change.step, "k": change.k, "reason": change.reason}
+                for change in self.length_changes
+            ]
+        return found
 
 
 @dataclass
@@ -123,6 +132,7 @@ class Sequence:
         self.n_prompt = len(request.prompt)
         self.draft_len = 0
         """Tokens whose keys the draft model's cache holds and that are still right."""
+        self.length = LengthState()
         self.stats = RequestStats(self.n_prompt, request.arrival_s)
         self.history = History(vocab_size, request.prompt) if params.penalised else None
         self.matcher = None if request.grammar is None else Matcher(request.grammar)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from speccheck import __version__
+from speccheck.engine.adaptive import LOOKUP_COSTS, Adaptive, StepCosts
 from speccheck.errors import UsageError
 
 PACKAGED = "packaged"
@@ -31,6 +32,8 @@ class SpeculativeSettings:
     rejection_sample_method: str = "standard"
     prompt_lookup_min: int = 5
     prompt_lookup_max: int = 5
+    adaptive: Adaptive | None = None
+    """Lengths up to num_speculative_tokens, by agreement and load; None: always that many."""
 
     @classmethod
     def parse(cls, raw: Mapping[str, Any]) -> SpeculativeSettings:
@@ -39,7 +42,8 @@ class SpeculativeSettings:
         `{"method": "draft_model", "model": DIR | "packaged", "num_speculative_tokens": 4,
         "draft_sample_method": "greedy" | "probabilistic",
         "rejection_sample_method": "standard" | "block"}` or `{"method": "ngram",
-        "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 3}`.
+        "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 3}`; either with
+        `"adaptive": true` or `{"min_speculative_tokens": 0, "costs": {"step": 0.8, ...}}`.
         """
         where = "speculative_config"
         values = {str(key).replace("-", "_"): value for key, value in raw.items()}  # as vLLM does
@@ -51,6 +55,8 @@ class SpeculativeSettings:
         rejection = _one_of(
             values, "rejection_sample_method", ("standard", "block"), where, "standard"
         )
+        default = LOOKUP_COSTS if method == "ngram" else StepCosts()
+        adaptive = _adaptive(values.get("adaptive"), k, default, f"{where}.adaptive")
         if method == "ngram":
             for key in ("model", "draft_sample_method"):
                 if values.get(key) is not None:
@@ -67,6 +73,7 @@ class SpeculativeSettings:
                 rejection_sample_method=rejection,
                 prompt_lookup_min=low,
                 prompt_lookup_max=high,
+                adaptive=adaptive,
             )
         for key in ("prompt_lookup_min", "prompt_lookup_max"):
             if values.get(key) is not None:
@@ -82,6 +89,7 @@ class SpeculativeSettings:
                 values, "draft_sample_method", ("greedy", "probabilistic"), where, "greedy"
             ),
             rejection_sample_method=rejection,
+            adaptive=adaptive,
         )
 
     @property
@@ -92,11 +100,13 @@ class SpeculativeSettings:
     def as_config(self) -> dict[str, Any]:
         """The config as JSON, fields that mean nothing to the method left out."""
         raw = asdict(self)
-        unused = (
+        unused: tuple[str, ...] = (
             ("model", "draft_sample_method")
             if self.method == "ngram"
             else ("prompt_lookup_min", "prompt_lookup_max")
         )
+        if self.adaptive is None:
+            unused = (*unused, "adaptive")
         return {key: value for key, value in raw.items() if key not in unused}
 
 
@@ -207,6 +217,28 @@ class EngineSettings:
                 "threads_per_session": 1,
             },
         }
+
+
+def _adaptive(value: Any, k: int, default: StepCosts, where: str) -> Adaptive | None:
+    if value is None or value is False:
+        return None
+    given = {} if value is True else value
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{where}: true, false or an object is wanted")
+    _known(given, Adaptive, where)
+    least = _integer(given, "min_speculative_tokens", where, low=0, high=k) or 0
+    costs = given.get("costs") or {}
+    if not isinstance(costs, Mapping):
+        raise UsageError(f"{where}.costs: an object is wanted")
+    _known(costs, StepCosts, f"{where}.costs")
+    for name, cost in costs.items():
+        is_number = isinstance(cost, int | float) and not isinstance(cost, bool)
+        if not is_number or not 0 <= cost < float("inf"):
+            raise UsageError(f"{where}.costs: {name} is a number from 0 up, got {cost!r}")
+    found = replace(default, **{name: float(cost) for name, cost in costs.items()})
+    if found.step + found.sequence + found.token <= 0:
+        raise UsageError(f"{where}.costs: a step must cost something")
+    return Adaptive(least, found)
 
 
 def _known(raw: Mapping[str, Any], cls: Any, where: str) -> None:
