@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from shortcuts import DropUnlikelyDraft
 from test_engine_models import perturbed_model, random_model
@@ -62,6 +62,7 @@ def tokens_per_time(ks, rates, costs):
     return tokens / time
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.floats(0.0, 0.99), min_size=1, max_size=3),
     st.floats(0.01, 0.5),
@@ -104,6 +105,7 @@ def test_each_sequence_has_its_own_length() -> None:
     assert bad < 2
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 8), st.integers(0, 8)), max_size=20),
     st.lists(st.integers(0, 15), min_size=1, max_size=5),

@@ -236,6 +236,7 @@ def matches(when: dict, facts: Facts) -> bool:
     return True
 
 
+@settings(deadline=None)
 @given(policies, full_facts)
 def test_with_all_facts_known_it_is_the_first_match(policy: Eligibility, facts: Facts) -> None:
     """`decide` agrees with a search for the first rule all of whose conditions hold."""
@@ -246,6 +247,7 @@ def test_with_all_facts_known_it_is_the_first_match(policy: Eligibility, facts: 
     assert choice.rule == (first["name"] if first else "")
 
 
+@settings(deadline=None)
 @given(policies, full_facts, asked)
 def test_knowing_more_never_takes_a_yes_back(
     policy: Eligibility, facts: Facts, unknown: set[str]
@@ -259,6 +261,7 @@ def test_knowing_more_never_takes_a_yes_back(
         assert not unknown & set(rule.when.conditions), "a missing fact matched a speculate rule"
 
 
+@settings(deadline=None)
 @given(policies, full_facts)
 def test_at_best_is_the_best_over_all_pressures(policy: Eligibility, facts: Facts) -> None:
     """`decide_at_best` says yes exactly if some concurrency and queue would."""
@@ -271,7 +274,7 @@ def test_at_best_is_the_best_over_all_pressures(policy: Eligibility, facts: Fact
     assert decide_at_best(policy, free).speculates == some
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(policies)
 def test_a_policy_that_is_written_is_read_as_the_same(policy: Eligibility) -> None:
     """Through YAML and back nothing changes, the digest included."""
