@@ -10,8 +10,8 @@ does the sending, `grading` the grading.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Literal
 
@@ -139,15 +139,34 @@ def measure_quality(
     worse minus better, with Tango's interval, for the route and each task.
     """
     all_cases = list(cases)
-    found = [_count(all_cases, "", stage=stage, route=route, runs=runs, ties=ties, alpha=alpha)]
-    found += measure_difference(all_cases, stage=stage, route=route, alpha=alpha)
-    members = _slices(all_cases)
-    for name, mine in members.items():
-        if any(case_status(case, runs) in ("regression", "candidate") for case in mine):
-            found.append(
-                _count(mine, name, stage=stage, route=route, runs=runs, ties=ties, alpha=alpha)
-            )
-    return found
+
+    def count(mine: Sequence[Case], name: str) -> Measurement:
+        return _count(mine, name, stage=stage, route=route, runs=runs, ties=ties, alpha=alpha)
+
+    whole = count(all_cases, "")
+    bad = {
+        name: mine
+        for name, mine in _slices(all_cases).items()
+        if any(case_status(case, runs) in ("regression", "candidate") for case in mine)
+    }
+    telling = _most_telling(bad, runs)
+    return [
+        replace(whole, note=f"{whole.note}; {telling}" if telling else whole.note),
+        *measure_difference(all_cases, stage=stage, route=route, alpha=alpha),
+        *(count(mine, name) for name, mine in bad.items()),
+    ]
+
+
+def _most_telling(slices: Mapping[str, Sequence[Case]], runs: int) -> str:
+    """The slice with the most regressions, the smallest of such, in words; empty without any."""
+    lost = {
+        name: sum(case_status(case, runs) == "regression" for case in mine)
+        for name, mine in slices.items()
+    }
+    if not any(lost.values()):
+        return ""
+    name = min(lost, key=lambda name: (-lost[name], len(slices[name])))
+    return f"{lost[name]} of the regressions are in the slice {name} ({len(slices[name])} cases)"
 
 
 def _slices(cases: Sequence[Case]) -> dict[str, list[Case]]:

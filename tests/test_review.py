@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rule_receipts import receipt
 from scripted_server import Script, ScriptedServer, refusal
-from test_cli import speccheck
 
 from speccheck import preferences
+from speccheck.cli import main
 from speccheck.corpus import load_corpus
 from speccheck.errors import EngineError, UsageError
 from speccheck.grading import review
@@ -250,16 +250,25 @@ def folder(tmp_path):
     return tmp_path
 
 
-def run_cli(folder, *arguments, code=0):
-    done = speccheck(*arguments, cwd=folder)
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
-    return done
+@pytest.fixture
+def run_cli(folder, capsys, monkeypatch):
+    """The command line in this process, with its exit code and what it said."""
+    monkeypatch.chdir(folder)
+
+    def run(*arguments, code=0):
+        with pytest.raises(SystemExit) as ended:
+            main(list(arguments))
+        said = capsys.readouterr()
+        assert ended.value.code == code, said.err
+        assert "Traceback" not in said.err
+        return said
+
+    return run
 
 
-def test_a_sheet_goes_out_and_its_verdicts_come_back(folder):
+def test_a_sheet_goes_out_and_its_verdicts_come_back(folder, run_cli):
     """Export, fill in, import; `decide` and the packet show what people preferred."""
-    told = run_cli(folder, "review", "export", "s.csv", "--out", "out").stdout
+    told = run_cli("review", "export", "s.csv", "--out", "out").out
     assert "wrote s.csv: 6 of 6 pairs that differ" in told
     text = (folder / "s.csv").read_text(encoding="utf-8-sig")
     rows = list(csv.DictReader(io.StringIO(text)))
@@ -267,25 +276,25 @@ def test_a_sheet_goes_out_and_its_verdicts_come_back(folder):
     assert sum("[assistant] first turn" in row["prompt"] for row in rows) == 1
     back = filled(text, lambda row: "1" if row["answer_1"].startswith("speculative") else "2")
     (folder / "ada.csv").write_text(back)
-    told = run_cli(folder, "review", "import", "ada.csv", "--out", "out", "--json").stdout
+    told = run_cli("review", "import", "ada.csv", "--out", "out", "--json").out
     (one,) = json.loads(told)["preferences"]
     assert (one["who"], one["n"], one["speculative"], one["target_only"]) == ("ada", 6, 6, 0)
-    decided = json.loads(run_cli(folder, "decide", "--out", "out", "--json", code=4).stdout)
+    decided = json.loads(run_cli("decide", "--out", "out", "--json", code=4).out)
     assert decided["preferences"] == [one]
-    page = run_cli(folder, "decide", "--out", "out", code=4).stdout
+    page = run_cli("decide", "--out", "out", code=4).out
     assert "human ada (information only): 0 prefer target-only, 6" in page.replace("\n", " ")
 
 
-def test_what_cannot_be_reviewed_is_one_line(folder):
+def test_what_cannot_be_reviewed_is_one_line(folder, run_cli):
     """No run there, other prompts than the run's, an unknown ending, a key that is not set."""
-    run_cli(folder, "review", "export", "s.csv", "--out", "none", code=4)
-    run_cli(folder, "review", "export", "s.txt", "--out", "out", code=2)
+    run_cli("review", "export", "s.csv", "--out", "none", code=4)
+    run_cli("review", "export", "s.txt", "--out", "out", code=2)
     judge = ("judge", "--out", "out", "--url", "http://127.0.0.1:9", "--model", "m")
-    assert "NO_KEY is not set" in run_cli(folder, *judge, "--api-key-env", "NO_KEY", code=2).stderr
-    assert "the judge did not answer" in run_cli(folder, *judge, code=4).stderr
+    assert "NO_KEY is not set" in run_cli(*judge, "--api-key-env", "NO_KEY", code=2).err
+    assert "the judge did not answer" in run_cli(*judge, code=4).err
     (folder / "c.jsonl").write_text(json.dumps(CORPUS[1]) + "\n")
-    done = run_cli(folder, "review", "export", "s.csv", "--out", "out", code=2)
-    assert "no run was made of these prompts" in done.stderr
+    done = run_cli("review", "export", "s.csv", "--out", "out", code=2)
+    assert "no run was made of these prompts" in done.err
 
 
 # --- summary ------------------------------------------------------------------------------------

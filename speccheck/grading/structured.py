@@ -6,6 +6,7 @@ be applied inside the accepted block, and HTTP says 200 all the same (vLLM #4499
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -71,16 +72,10 @@ def check_json_schema(check: Mapping[str, Any], text: str) -> Grade:
     import jsonschema
     import referencing.exceptions
 
-    schema = need(check, "schema")
-    try:
-        jsonschema.Draft202012Validator.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        raise UsageError(f"check schema is invalid: {shown(error.message)}") from None
+    validator = _validator(json.dumps(need(check, "schema")))
     value, problem = _parsed(text)
     if problem:
         return failed(problem)
-    # An empty registry: a $ref to the net must not be fetched.
-    validator = jsonschema.Draft202012Validator(schema, registry=referencing.Registry())
     try:
         breach = jsonschema.exceptions.best_match(validator.iter_errors(value))
     except referencing.exceptions.Unresolvable as error:
@@ -91,6 +86,21 @@ def check_json_schema(check: Mapping[str, Any], text: str) -> Grade:
         where = "/".join(str(part) for part in breach.absolute_path)
         return failed(f"breaks the schema at {shown('/' + where)}: {shown(breach.message)}")
     return _expected(check, value)
+
+
+@functools.lru_cache(maxsize=512)
+def _validator(schema: str) -> Any:
+    """A validator for a schema (as JSON), the schema itself checked once."""
+    import jsonschema
+    import referencing
+
+    value = json.loads(schema)
+    try:
+        jsonschema.Draft202012Validator.check_schema(value)
+    except jsonschema.SchemaError as error:
+        raise UsageError(f"check schema is invalid: {shown(error.message)}") from None
+    # An empty registry: a $ref to the net must not be fetched.
+    return jsonschema.Draft202012Validator(value, registry=referencing.Registry())
 
 
 # --- configuration files ------------------------------------------------------------------------
