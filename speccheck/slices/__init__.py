@@ -17,7 +17,8 @@ from speccheck.config import SliceName
 from speccheck.context import RunContext
 from speccheck.drive import Endpoint
 from speccheck.errors import EngineError
-from speccheck.records import Arm, PlannedRequest, Prompt, Stage
+from speccheck.grading import CodeExecution
+from speccheck.records import Answer, Arm, PlannedRequest, Prompt, Receipt, Stage
 from speccheck.slices.asked import BETWEEN, LONG, VARIANTS, Asker, Source, plan_slice, sources
 from speccheck.slices.checks import Group, Item, Reply, check
 from speccheck.slices.judged import Row, Status, evidence, measure, row, summary
@@ -27,8 +28,10 @@ __all__ = [
     "Item",
     "Row",
     "Status",
+    "Target",
     "asked",
     "evidence",
+    "groups",
     "judge",
     "measure",
     "n_requests",
@@ -76,8 +79,12 @@ def asked(run: RunContext, prompts: Sequence[Prompt]) -> Asked:
         longest = None if None in taken else min(n for n in taken if n is not None)
     requests: dict[SliceName, Sequence[PlannedRequest]] = {}
     missing: dict[SliceName, str] = {}
+
+    def count(messages: Sequence[Mapping[str, str]]) -> int | None:
+        return launch.count_prompt_tokens(run.rollout, {"": messages}).get("")
+
     for name in settings.slice_names:
-        asker = Asker(name, run.run_id, settings, longest, run.rng("slice", name))
+        asker = Asker(name, run.run_id, settings, longest, run.rng("slice", name), count)
         requests[name] = plan_slice(asker, found)
         if not requests[name]:
             missing[name] = _why_nothing(name, found, longest)
@@ -101,31 +108,49 @@ async def judge(run: RunContext, planned: Asked, tau: float | None) -> dict[Slic
         EngineError: the target-only server cannot be reached.
         UsageError: a check of the corpus is broken.
     """
-    receipts = {
-        r.receipt_id: r
+    receipts = [
+        r
         for r in run.store.receipts(run.run_id, stage=Stage.REPLAY, warm_up=False)
         if r.phase.startswith(plan.SLICE_PHASE)
-    }
-    answers = run.store.answers(receipts)
-    by_key = {(r.phase, r.prompt_id, r.repeat, Arm(r.arm)): r for r in receipts.values()}
+    ]
+    answers = run.store.answers(r.receipt_id for r in receipts)
     found: dict[SliceName, list[Item]] = {}
     async with client.open_session() as session:
-        oracle = _Target(session, run.endpoints()[Arm.TARGET_ONLY], tau)
+        target = Target(session, run.endpoints()[Arm.TARGET_ONLY], tau)
         for name, requests in planned.requests.items():
-            groups: dict[str, dict[tuple[int, Arm], Reply]] = defaultdict(dict)
-            for request in requests:
-                prompt_id = request.prompt.prompt_id
-                receipt = by_key.get((request.phase, prompt_id, request.repeat, request.arm))
-                if receipt is not None and not prompt_id.endswith(BETWEEN):
-                    answer = answers.get(receipt.receipt_id)
-                    reply = Reply(request, receipt, answer)
-                    groups[prompt_id][request.repeat, request.arm] = reply
             found[name] = []
-            for prompt_id, replies in groups.items():
-                source = planned.sources[prompt_id.removesuffix(LONG)]
-                group = Group(source, replies, run.rollout.corpus.code_execution)
-                found[name] += await check(name, group, oracle)
+            for group in groups(
+                requests,
+                receipts,
+                answers,
+                planned.sources,
+                code_execution=run.rollout.corpus.code_execution,
+            ):
+                found[name] += await check(name, group, target)
     return found
+
+
+def groups(
+    requests: Sequence[PlannedRequest],
+    receipts: Sequence[Receipt],
+    answers: Mapping[str, Answer],
+    known: Mapping[str, Source],
+    *,
+    code_execution: CodeExecution = "off",
+) -> list[Group]:
+    """Requests of one slice with what came of them, one group per prompt; `known` by prompt id."""
+    by_key = {(r.phase, r.prompt_id, r.repeat, Arm(r.arm)): r for r in receipts}
+    replies: dict[str, dict[tuple[int, Arm], Reply]] = defaultdict(dict)
+    for request in requests:
+        prompt_id = request.prompt.prompt_id
+        receipt = by_key.get((request.phase, prompt_id, request.repeat, request.arm))
+        if receipt is not None and not prompt_id.endswith(BETWEEN):
+            reply = Reply(request, receipt, answers.get(receipt.receipt_id))
+            replies[prompt_id][request.repeat, request.arm] = reply
+    return [
+        Group(known[prompt_id.removesuffix(LONG)], mine, code_execution)
+        for prompt_id, mine in replies.items()
+    ]
 
 
 def rows(planned: Asked, found: Mapping[SliceName, Sequence[Item]]) -> list[Row]:
@@ -133,7 +158,7 @@ def rows(planned: Asked, found: Mapping[SliceName, Sequence[Item]]) -> list[Row]
     return [row(name, items, planned.missing.get(name, "")) for name, items in found.items()]
 
 
-class _Target:
+class Target:
     """The target-only server as `checks.Oracle`."""
 
     def __init__(
@@ -145,12 +170,14 @@ class _Target:
         self._prompts: dict[str, Sequence[int] | None] = {}
 
     async def prompt_ids(self, prompt: Prompt) -> Sequence[int] | None:
+        """See `checks.Oracle`."""
         key = repr(prompt.messages)
         if key not in self._prompts:
             self._prompts[key] = await replay.prompt_ids(self._session, self._endpoint, prompt)
         return self._prompts[key]
 
     async def logprobs(self, ids: Sequence[int]) -> Sequence[float | None] | None:
+        """See `checks.Oracle`."""
         try:
             answer = await client.complete(
                 self._session,

@@ -42,13 +42,16 @@ TOOL = "record"
 _LEAST_TOKENS = 8
 """Shorter answers leave nothing to speculate on, and no room for a stop string."""
 
+_CACHED_TOKENS = 40
+"""Prompt tokens that fill a cache's blocks of 16 at least twice."""
+
 _JSON_TOKENS = 192
 """Answers in a format are longer than free ones, and a cut one proves nothing."""
 
 _LONG_PROMPTS = 2
 _LONG_OUTPUT = 32
-_LONG_MARGIN = 0.03
-"""Share of the context left free: prompt lengths are estimated from their characters."""
+_LONG_MARGIN = 0.1
+"""Share of the context left free where prompt lengths can only be estimated from characters."""
 
 _ANY_OBJECT = {
     "type": "object",
@@ -138,6 +141,8 @@ class Asker:
     longest: int | None
     """Tokens of prompt and answer that both servers take, where they say so."""
     rng: np.random.Generator
+    count: Callable[[Sequence[Mapping[str, str]]], int | None] = lambda _: None
+    """Tokens of a chat as the target counts them; None where it does not say."""
 
     @property
     def sampled(self) -> Sampler:
@@ -342,7 +347,7 @@ def _long_context(asker: Asker, found: Sequence[Source]) -> list[PlannedRequest]
     asked = []
     for source in asker.pick(found)[:_LONG_PROMPTS]:
         output = min(source.prompt.max_tokens, _LONG_OUTPUT)
-        prompt = _filled(source, found, int(longest * (1 - _LONG_MARGIN)) - output)
+        prompt = _filled(asker, source, found, longest - output)
         if prompt is not None:
             asked += asker.ask(prompt, 0, max_tokens=output)
     return asked
@@ -352,17 +357,33 @@ LONG = "+long"
 """End of the id of a prompt that was made long."""
 
 
-def _filled(source: Source, found: Sequence[Source], tokens: int) -> Prompt | None:
-    """A prompt of about so many tokens: other prompts before its own last message."""
+def _filled(asker: Asker, source: Source, found: Sequence[Source], tokens: int) -> Prompt | None:
+    """A prompt of at most so many tokens and not much less: others before its own last message."""
     known = [s for s in found if s.prompt_tokens]
     characters = sum(len(m["content"]) for s in known for m in s.prompt.messages)
     own = source.prompt_tokens
     if not known or not own or not characters:
         return None
-    # The template's own tokens count as text here, so the estimate is on the short side.
-    room = int((tokens - own) * characters / sum(s.prompt_tokens or 0 for s in known))
-    if room <= 0:
-        return None
+    # The template's own tokens count as text here, so the first guess is on the short side.
+    room = (tokens - own) * characters / sum(s.prompt_tokens or 0 for s in known)
+    for _ in range(_GUESSES):
+        if room < 1:
+            break
+        prompt = _with_filler(source.prompt, found, int(room))
+        n = asker.count(prompt.messages)
+        if n is None:
+            return _with_filler(source.prompt, found, int(room * (1 - _LONG_MARGIN)))
+        if 0.98 * tokens <= n <= tokens:
+            return prompt
+        room *= 0.99 * (tokens - own) / max(1, n - own)
+    return None
+
+
+_GUESSES = 12
+
+
+def _with_filler(prompt: Prompt, found: Sequence[Source], room: int) -> Prompt:
+    """So many characters of other prompts put before a prompt's last message."""
     pieces: list[str] = []
     length = number = 0
     while length < room:
@@ -371,18 +392,22 @@ def _filled(source: Source, found: Sequence[Source], tokens: int) -> Prompt | No
         pieces.append(f"[{number}] {other.messages[-1]['content']}")
         length += len(pieces[-1]) + 1
     filler = "\n".join(pieces)[:room]
-    last = source.prompt.messages[-1]
+    last = prompt.messages[-1]
     changed = {**last, "content": f"{filler}\n{last['content']}"}
     return replace(
-        source.prompt,
-        prompt_id=f"{source.prompt.prompt_id}{LONG}",  # a policy asks for its length by this id
-        messages=(*source.prompt.messages[:-1], changed),
+        prompt,
+        prompt_id=f"{prompt.prompt_id}{LONG}",  # a policy asks for its length by this id
+        messages=(*prompt.messages[:-1], changed),
     )
 
 
 def _warm_cache(asker: Asker, found: Sequence[Source]) -> list[PlannedRequest]:
-    """A, B, A with one cache: B begins like A and ends like another prompt."""
-    picked = asker.pick(found)
+    """A, B, A with one cache: B begins like A and ends like another prompt.
+
+    Caches hold whole blocks of tokens, so short prompts are left out where there are others.
+    """
+    long_enough = [s for s in found if (s.prompt_tokens or 0) >= _CACHED_TOKENS]
+    picked = asker.pick(long_enough or found)
     asked = []
     for source, other in zip(picked, [*picked[1:], *picked[:1]], strict=True):
         first = source.prompt

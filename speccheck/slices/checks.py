@@ -147,6 +147,8 @@ def _served(reply: Reply | None) -> Check | None:
     message = f"{r.error_message or r.error_class or r.outcome}"
     if r.outcome == Outcome.REJECTED and r.error_class in ("unsupported_parameter", "bad_request"):
         return Check("refused", message)
+    if r.error_class == "context_length":
+        return Check("unclear", "it was longer than the server takes")
     if r.outcome != Outcome.OK:
         fault = r.error_class in _SERVER_FAULTS
         return Check(
@@ -504,8 +506,6 @@ def _graded(group: Group, prompt: Prompt, texts: Sequence[str]) -> Check:
 
 async def _long_context(group: Group, oracle: Oracle) -> list[Checked]:
     def judge(reply: Reply) -> Check:
-        if reply.receipt.error_class == "context_length":
-            return Check("unclear", "it was longer than the server takes")
         if (reply.receipt.completion_tokens or 0) > reply.request.max_tokens:
             return Check("fault", f"more than the {reply.request.max_tokens} tokens asked for")
         return _graded(group, reply.request.prompt, [reply.text])
