@@ -82,12 +82,19 @@ class Outcome:
                     "reasons": result.evidence["reasons"],
                     "counts": result.evidence["counts"],
                     "client_health": result.evidence["client_health"],
+                    **_features(result),
                 }
                 for name, result in self.stages.items()
             },
             "decisions": [to_json(made) for made in self.decisions],
             "preferences": [to_json(one) for one in self.preferences],
         }
+
+
+def _features(result: StageResult) -> dict[str, Any]:
+    """Rows of the compatibility slices, where a stage tried some."""
+    rows = result.evidence["evidence"].get("features")
+    return {"features": rows} if rows else {}
 
 
 @dataclass(frozen=True)

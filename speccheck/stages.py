@@ -235,8 +235,8 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     tau = asked.floor.tau if asked.floor is not None else None
     items = asyncio.run(slices.judge(run, features, tau))
     tried = slices.rows(features, items)
-    if tried:
-        run.report.line(f"  features: {slices.summary(tried)}")
+    for line in slices.summary(tried) if tried else ():
+        run.report.line(f"  {line}")
     receipts = [r for r in found.receipts if r.phase in ("greedy", "sampled")]
     judged = Judged(
         evidence=replay.evidence(run, found, asked, everything, temperatures)

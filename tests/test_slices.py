@@ -774,10 +774,12 @@ def test_evidence_says_which_features_belong_on_target_only():
     assert statuses == {"min_p": "unsupported", "stop": "broken", "tools": "unclear"}
     assert [r["verdict"] for r in told["features"]] == ["pass", "fail", "inconclusive"]
     assert evidence([]) == {}
-    assert summary(rows) == (
-        "0 of 3 as on target-only; BROKEN: stop strings; refused (keep on target-only): min_p; "
-        "could not be told: tool calls"
-    )
+    assert summary(rows) == [
+        "server features: 0 of 3 as on target-only",
+        f"  refused: min_p: {rows[0].why}",
+        "  BROKEN: stop strings: 1 with plain: x",
+        "  open: tool calls: no prompt of the corpus is fit for it",
+    ]
 
 
 # -- in a replay ----------------------------------------------------------------------------------

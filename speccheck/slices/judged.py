@@ -8,7 +8,7 @@ said. What both arms refuse is not offered and concerns nobody.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -210,18 +210,17 @@ def evidence(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def summary(rows: Sequence[Row]) -> str:
-    """One line: how many are as on target-only, and each that is not."""
-    by_status: dict[Status, list[str]] = defaultdict(list)
-    for r in rows:
-        by_status[r.status].append(r.feature)
-    parts = [f"{len(by_status['ok'])} of {len(rows)} as on target-only"]
+def summary(rows: Sequence[Row]) -> list[str]:
+    """Lines for a terminal: how many are as on target-only, then each that is not, and why."""
+    good = sum(r.status == "ok" for r in rows)
     words: Mapping[Status, str] = {
         "broken": "BROKEN",
-        "unsupported": "refused (keep on target-only)",
+        "unsupported": "refused",
         "not_offered": "not offered",
         "ignored": "ignored",
-        "unclear": "could not be told",
+        "unclear": "open",
     }
-    parts += [f"{words[s]}: {', '.join(by_status[s])}" for s in words if by_status[s]]
-    return "; ".join(parts)
+    return [
+        f"server features: {good} of {len(rows)} as on target-only",
+        *(f"  {words[r.status]}: {r.feature}: {r.why}" for r in rows if r.status != "ok"),
+    ]
