@@ -405,3 +405,54 @@ def test_random_ids_are_told_from_prompts() -> None:
     assert unrepresentative([*real, named[0]]) == "", "one in twenty is no workload"
     assert unrepresentative([*real, *named]).startswith("8 of 28 prompts are random ids")
     assert "such as b0" in unrepresentative(bare)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"follow_up": ["a", "b"], "follow_checks": [{"kind": "none"}]}, "one check per follow_up"),
+        ({"follow_up": ["a"], "follow_checks": [{"kind": "nope"}]}, "follow_checks[0].kind"),
+        ({"follow_checks": [{"kind": "none"}]}, "one check per follow_up"),
+        ({"group": 3}, "group must be a text"),
+        ({"check": {"kind": "match", "answers": []}}, "answers is empty"),
+        ({"check": {"kind": "contains"}}, "give one of all, any, none"),
+        ({"check": {"kind": "number", "answer": "3"}}, "answer must be a number"),
+        ({"check": {"kind": "refusal", "expected": "yes"}}, "must be true or false"),
+        ({"check": {"kind": "config", "format": "xml"}}, "must be one of yaml, toml, ini, env"),
+        ({"check": {"kind": "citations", "sources": ["a"], "quotes": 1}}, "with their texts"),
+        ({"check": {"kind": "citations", "sources": {"a": 1}}}, "sources must be a list of texts"),
+    ],
+)
+def test_new_fields_and_checks_are_checked_at_the_border(tmp_path, fields, words):
+    """Later turns, groups and every kind of check: what is wrong is said with file and line."""
+    line = {
+        "id": "p",
+        "task": "t",
+        "route": "r",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 5,
+    }
+    path = tmp_path / "c.jsonl"
+    path.write_text(json.dumps(line | fields) + "\n")
+    with pytest.raises(UsageError) as error:
+        load_corpus([path])
+    assert words in str(error.value)
+    assert "c.jsonl:1" in str(error.value)
+
+
+def test_conversations_survive_writing(tmp_path):
+    """Later turns, their checks and the group come back as they were."""
+    made = Prompt(
+        "p",
+        "t",
+        "r",
+        ({"role": "user", "content": "x"},),
+        5,
+        {"kind": "none"},
+        output_band="short",
+        follow_up=("and?", "then?"),
+        follow_checks=({"kind": "none"}, {"kind": "number", "answer": 3}),
+        group="doc",
+    )
+    write_corpus(tmp_path / "c.jsonl", [made])
+    assert load_corpus([tmp_path / "c.jsonl"]).prompts == (made,)

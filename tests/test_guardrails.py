@@ -447,3 +447,53 @@ def test_each_rule_states_what_it_means():
     assert all(rule.meaning.endswith(".") for rule in RULES.values())
     assert all(rule.min_n_fail <= rule.min_n for rule in RULES.values())
     assert guardrails.ALPHA_FAIL in stats.FAIL_LEVELS
+
+
+# --- what is judged although nobody set it ------------------------------------------------------
+
+
+def judged_quality(data, **limits):
+    """Findings of replay for a quality case of the rule cases, by (rule, cohort)."""
+    rules = {"max_quality_regression_cases": RuleLimit(100)} | limits
+    found = judge(rules, measurements(data, Stage.REPLAY), stage=Stage.REPLAY, route="chat")
+    return {(f.rule, f.cohort): f for f in found}
+
+
+def test_the_aggregate_must_not_fail_and_need_not_pass_unless_it_is_set():
+    """Beside the count, the loss of passes counts where it fails; open, it is only shown."""
+    few = judged_quality({"quality": {"agree": 50}})["max_quality_loss", ""]
+    assert (few.verdict, few.counted) == (Verdict.INCONCLUSIVE, False)
+    assert "it was not set, so it need not pass, it must not fail" in few.why
+    lost = judged_quality({"quality": {"agree": 80, "regression": 20}})["max_quality_loss", ""]
+    assert (lost.verdict, lost.counted) == (Verdict.FAIL, True)
+    asked = judged_quality({"quality": {"agree": 50}}, max_quality_loss=RuleLimit(0.02))
+    assert asked["max_quality_loss", ""].counted
+    unseen = judged_quality({"quality": {"agree": 50}})["max_output_drift", ""]
+    assert (unseen.verdict, unseen.counted) == (Verdict.ERROR, False)
+
+
+def test_a_rule_in_dry_run_takes_its_implied_ones_along():
+    """Nobody asked for them to count."""
+    dry = RuleLimit(0, counted=False)
+    found = judge(
+        {"max_quality_regression_cases": dry},
+        measurements({"quality": {"agree": 80, "regression": 20}}, Stage.REPLAY),
+        stage=Stage.REPLAY,
+        route="chat",
+    )
+    assert {f.counted for f in found} == {False}
+
+
+def test_each_task_must_pass_where_the_loss_is_set():
+    """A task of its own that is open keeps the rule open; unset, only one that fails is shown."""
+    cases = [Case(f"a{i}", ("pass",) * 2, ("pass",), cohort="json") for i in range(300)]
+    cases += [Case(f"b{i}", ("pass",) * 2, ("pass",), cohort="sql") for i in range(60)]
+    made = quality.measure_quality(cases, stage="replay", route="chat", runs=3)
+    for limits, shown in (
+        ({"max_quality_regression_cases": RuleLimit(0)}, {""}),
+        ({"max_quality_loss": RuleLimit(0.02)}, {"", "json", "sql"}),
+    ):
+        found = judge(limits, made, stage=Stage.REPLAY, route="chat")
+        losses = {f.cohort: f.verdict for f in found if f.rule == "max_quality_loss"}
+        assert set(losses) == shown
+    assert losses == {"": Verdict.PASS, "json": Verdict.PASS, "sql": Verdict.INCONCLUSIVE}

@@ -93,3 +93,72 @@ def test_no_judged_case_is_no_estimate():
     """Cases that could not be judged are no evidence of quality."""
     assert measured([])[0].estimate is None
     assert measured([Case("n", (N, N), (N,))])[0].estimate is None
+
+
+@pytest.mark.parametrize(("cases", "runs"), [(1, 3), (3, 3), (4, 4), (12, 4), (48, 5), (200, 6)])
+def test_confirming_greedy_runs(cases, runs):
+    """At most .05 false regressions are expected were every case unstable: n/4^k."""
+    assert quality.confirming_greedy_runs(cases) == runs
+    assert runs == 3 or cases * 4.0**-runs <= 0.05 < cases * 4.0 ** -(runs - 1)
+
+
+def test_flips_of_the_target_stay_in_the_aggregate():
+    """The A/A flip set is not counted one by one, and is part of the paired difference."""
+    cases = [Case(f"u{i}", (P, F), (F,)) for i in range(7)]
+    cases += [Case(f"a{i}", (P, P), (P,)) for i in range(93)]
+    count, difference = measured(cases)[:2]
+    assert count.estimate.value == 0
+    assert "7 unstable and not counted, target-only differs from itself on 7" in count.note
+    assert difference.estimate.value == pytest.approx(0.07)
+    assert difference.estimate.low > 0.02, "seven first runs of a hundred got worse"
+    table = quality.task_quality(cases, 3, control=True)
+    assert (table.flipped, table.lost, table.regressions) == (7, 7, 0)
+    assert quality.task_quality(cases, 3, control=False).flipped is None
+
+
+def test_a_small_task_says_that_it_is_small():
+    """Under 100 cases the bound of none is printed with them."""
+    clean = [Case(f"a{i}", (P, P), (P,)) for i in range(50)]
+    assert quality.task_quality(clean, 3, control=True).note == (
+        "under 100 cases say little: 0 in 50 bounds the true rate by 5.8%"
+    )
+    assert quality.task_quality(clean * 2, 3, control=True).note == ""
+
+
+def test_ties_left_to_the_aggregate_are_still_shown():
+    """They leave the count and stay in the note and in the difference."""
+    cases = [Case("r", (P,) * 3, (F,) * 3, "id", divergence="tie")]
+    cases += [Case(f"a{i}", (P, P), (P,)) for i in range(39)]
+    count, difference = quality.measure_quality(
+        cases, stage="replay", route="r", runs=3, ties="aggregate_only"
+    )[:2]
+    assert count.estimate.value == 0
+    assert "1 confirmed regressions in 40 cases (1 at numerical ties, which are left" in count.note
+    assert difference.estimate.value == pytest.approx(1 / 40)
+
+
+def test_cases_of_one_document_are_one_cluster():
+    """Ten questions to each of ten documents, all lost in one of them: n counts documents."""
+    cases = [
+        Case(f"p{d}.{q}", (P, P), (F,) if d == 0 else (P,), group=f"doc{d}")
+        for d in range(10)
+        for q in range(10)
+    ]
+    found = quality.difference(cases, alpha=0.05)
+    alone = quality.difference(
+        [Case(c.prompt_id, c.target, c.speculative) for c in cases], alpha=0.05
+    )
+    assert (found.value, found.n) == (pytest.approx(0.1), 10)
+    assert alone.n == 100
+    assert found.low < 0.02 < alone.low, "one bad document of ten shows little"
+
+
+def test_a_slice_that_says_no_more_is_left_out():
+    """A feature that every case has, or that holds the same cases as the task, is named once."""
+    cases = [
+        Case(f"b{i}", (P,) * 3, (F,) * 3, cohort="json", slices=("json_schema", "all"))
+        for i in range(3)
+    ] + [Case(f"a{i}", (P, P), (P,), cohort="prose", slices=("all",)) for i in range(40)]
+    found = [m.cohort for m in measured(cases) if m.metric == "quality_regression_cases"]
+    assert found == ["", "json"]
+    assert "3 of the regressions are in the slice json (3 cases)" in measured(cases)[0].note

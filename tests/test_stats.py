@@ -586,3 +586,53 @@ def test_same_mix_alarms_as_often_as_it_says():
     alarms = sum(stats.same_mix(a, b)[2] < 0.05 for a, b in zip(one, other, strict=True))
     assert alarms / 2000 < 0.075
     assert alarms > 40, "a test that never alarms is no test"
+
+
+# --- paired differences in clusters -------------------------------------------------------------
+
+
+def test_clusters_of_one_case_are_tango():
+    """Where each case stands alone nothing changes: the golden interval of STATS 4.5."""
+    b, c = np.zeros(200), np.zeros(200)
+    b[:8], c[8:10] = 1, 1
+    assert stats.tango_clustered(b, c, np.ones(200), alpha=0.025) == stats.tango(
+        8, 2, 200, alpha=0.025
+    )
+
+
+def test_copies_of_a_case_add_nothing():
+    """Each case four times over: the interval of the single cases."""
+    rng = np.random.default_rng(3)
+    b = rng.random(150) < 0.12
+    c = ~b & (rng.random(150) < 0.08)
+    once = stats.tango_clustered(b, c, np.ones(150), alpha=0.05)
+    copied = stats.tango_clustered(4 * b, 4 * c, np.full(150, 4), alpha=0.05)
+    assert copied.n == once.n == 150
+    assert copied.value == pytest.approx(once.value)
+    assert (copied.low, copied.high) == pytest.approx((once.low, once.high), abs=1e-3)
+    few = stats.tango_clustered([3, 0, 0], [0, 0, 0], [3, 3, 3], alpha=0.05)
+    whole = stats.tango(1, 0, 3, alpha=0.05)
+    assert (few.low, few.high) == pytest.approx((whole.low, whole.high))
+
+
+def test_clustered_intervals_cover():
+    """Fixed seed, 300 draws: the one-sided 95 % limits cover in at least 92 % (a false alarm of
+    this test in under one of a thousand seeds); counting pairs as independent covers far less.
+    """
+    rng = np.random.default_rng(11)
+    covered = naive = 0
+    for _ in range(300):
+        shared = rng.random((30, 1)) < 0.8
+        u = np.where(shared, rng.random((30, 1)), rng.random((30, 6)))
+        b, c = (u < 0.09).sum(1), ((u >= 0.09) & (u < 0.13)).sum(1)
+        covered += stats.tango_clustered(b, c, np.full(30, 6), alpha=0.05).low <= 0.05
+        naive += stats.tango(int(b.sum()), int(c.sum()), 180, alpha=0.05).low <= 0.05
+    assert covered >= 276
+    assert naive < 270
+
+
+def test_clusters_need_counts_for_each():
+    """Arrays of different length are a mistake of the caller; nothing at all is unknown."""
+    with pytest.raises(ValueError, match="different length"):
+        stats.tango_clustered([1], [0, 0], [1, 1], alpha=0.05)
+    assert not stats.tango_clustered([], [], [], alpha=0.05).is_known
