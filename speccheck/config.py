@@ -102,6 +102,7 @@ class RuleLimits(Model):
     max_output_drift: Fraction | None = None
     max_lossless_violations: Count | None = None
     max_slice_failures: Count | None = None
+    max_sampled_violations: Count | None = None
     min_structured_output_validity: Share | None = None
     max_protected_delay: Fraction | None = None
     max_fallback_rate: Share | None = None
@@ -168,14 +169,18 @@ class Attached(Model):
 
     target_only: str
     speculative: str
+    draft: str | None = None
+    """The draft model served alone, target-only: makes the distribution tests far stronger."""
     model: str | None = None
     """Model name to ask for; None takes the first that /v1/models lists."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the API key; the key itself is never stored."""
 
-    @field_validator("target_only", "speculative")
+    @field_validator("target_only", "speculative", "draft")
     @classmethod
-    def _url(cls, value: str) -> str:
+    def _url(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
         if not value.startswith(("http://", "https://")):
             raise ValueError(f"{value!r} is not an http:// or https:// URL")
         return value.rstrip("/")
@@ -268,6 +273,19 @@ SliceName = Literal[
 """Server features that replay tries on both arms."""
 
 
+class ProbeConfig(Model):
+    """How many answers at temperature 1 losslessness is tested with, on each arm."""
+
+    prompts: Positive = 4
+    samples: Count | None = None
+    """Answers per prompt and arm. None: 24, or 60 where the draft's proposals are not known, since
+    tests that cannot use them need more. 0 leaves the tests out of replay."""
+    max_tokens: Annotated[int, Field(ge=4, strict=True)] = 24
+    margin: Annotated[float, BeforeValidator(fraction), Field(gt=0, lt=1)] = 0.04
+    """How far beyond target-only against itself (A/A) the tests may reach; see `speccheck probe`,
+    which takes more samples and holds 0.02."""
+
+
 class ReplayConfig(Model):
     """Offline quality replay."""
 
@@ -287,6 +305,7 @@ class ReplayConfig(Model):
     """Prompts per compatibility slice."""
     long_context_tokens: Positive | None = None
     """Prompt and answer of the long-context slice, tokens; None: the longest the server takes."""
+    probe: ProbeConfig = ProbeConfig()
 
     @property
     def slice_names(self) -> tuple[SliceName, ...]:

@@ -28,9 +28,11 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from speccheck.cells import ArmFigures, Cell, Load
+    from speccheck.errors import ExitCode
     from speccheck.grading.blind import PreferenceSummary
     from speccheck.matrix import Matrix, MatrixRow
     from speccheck.outcome import Outcome, WrittenPacket
+    from speccheck.sampled import Result as BatteryResult
     from speccheck.sweep import Result as SweepResult
 
 PLAIN_EVERY_S = 10.0
@@ -123,9 +125,13 @@ class Reporter:
     def receipt(self, receipt: Receipt) -> None:
         """Count one finished request."""
         self._counts[receipt.arm] += 1
-        self._counts["done"] += 1
         if receipt.outcome != RequestOutcome.OK:
             self._counts["bad"] += 1
+        self.step()
+
+    def step(self) -> None:
+        """Count one thing done, and show it."""
+        self._counts["done"] += 1
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=self._counts["done"], arms=self._arms())
         elif not self._live and time.monotonic() - self._said > PLAIN_EVERY_S:
@@ -145,7 +151,8 @@ class Reporter:
     def _summary(self) -> str:
         if not self._counts["done"]:
             return "nothing left to send (already measured)" if self._total == 0 else "none sent"
-        return f"{self._counts['done']} done ({self._arms()})"
+        arms = self._arms()
+        return f"{self._counts['done']} done" + (f" ({arms})" if arms else "")
 
 
 def outcome_page(ended: Outcome, written: WrittenPacket | None) -> None:
@@ -284,6 +291,53 @@ def _evidence_words(row: MatrixRow) -> str:
         else f"{row.n_speculative} speculative, {row.n_target} target-only requests"
     )
     return f"{n}, pools {len(row.pooled)} small cohorts" if row.pooled else n
+
+
+def battery_page(found: BatteryResult, code: ExitCode) -> None:
+    """The distribution tests, one line each, then what was tested and what was not."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    with console.capture() as page:
+        _battery(console, found, code)
+    print("\n".join(line.rstrip(" ") for line in page.get().split("\n")), end="")
+
+
+def _battery(console: Console, found: BatteryResult, code: ExitCode) -> None:
+    from rich.padding import Padding
+    from rich.text import Text
+
+    verdict = found.verdict
+    console.print()
+    mark = f"{MARKS[verdict]} probe: {verdict.word}"
+    console.print(Text(f"{mark}: {found.why}" if found.why else mark, style=_STYLES[verdict]))
+    if found.battery is not None:
+        head = f"\n{'test':<26}{'n':>8} {'effect (limits)':>23} {'A/A':>7} {'limit':>6} {'p':>7}"
+        console.print(Text(head))
+        for t in found.battery.tests:
+            if not t.fit.applies:
+                continue
+            e = t.fit.effect
+            effect = f"{e.value:.2g} ({e.low:.2g} to {e.high:.2g})"
+            control = "-" if t.control is None else f"{t.control.effect.value:.2g}"
+            mark = "–" if t.verdict is None else MARKS[t.verdict]
+            row = (
+                f"{t.name + ' ' + t.kind.title:<26}{t.fit.n:>8,} {effect:>23} {control:>7} "
+                f"{t.limit:>6.2g} {t.p_adjusted:>7.1g} {mark}"
+            )
+            console.print(Text(row))
+        key = "✓ within A/A + margin  ✗ differs  ? not clear  – too few to pass by"
+        console.print(Text(f"\n{key}"))
+        for t in found.battery.judged:
+            if t.verdict is not Verdict.PASS:
+                console.print(Padding(Text(f"{t.name}: {t.why}"), (0, 0, 0, 2)))
+    for title, lines in (("tested:", found.tested), ("not tested:", found.not_tested)):
+        if lines:
+            console.print(Text(f"\n{title}"))
+        for line in lines:
+            console.print(Padding(Text(f"- {line}"), (0, 0, 0, 2)))
+    console.print(Text("\nA pass bounds what these tests can see; it does not prove equality."))
+    console.print(Text(f"exit code {int(code)}: {code.meaning}"))
 
 
 def plan_page(plan: Mapping[str, Any]) -> None:

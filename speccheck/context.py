@@ -65,6 +65,9 @@ class Reporter(Protocol):
     def receipt(self, receipt: Receipt) -> None:
         """A request of the current phase is finished."""
 
+    def step(self) -> None:
+        """Something of the current phase is finished that leaves no receipt."""
+
 
 @dataclass
 class RunContext:
@@ -86,6 +89,8 @@ class RunContext:
     _arms: launch.Arms | None = None
     _tokens: dict[str, int] = field(default_factory=dict)
     """Prompt lengths by prompt id, as far as the policy asked for them."""
+    _draft: Endpoint | None = None
+    _draft_asked: bool = False
     _warm: bool = False
     """Whether this process has sent warm-up requests: servers that it started are cold before."""
 
@@ -149,6 +154,21 @@ class RunContext:
             )
             for arm in pair
         }
+
+    def draft(self) -> Endpoint | None:
+        """The draft model served alone, where there is one to serve; started at the first call.
+
+        Raises:
+            EngineError: the server does not start or answer.
+        """
+        if not self._draft_asked:
+            self._draft_asked = True
+            served = self._stack.enter_context(launch.draft(self.rollout, self.out / "logs"))
+            if served is not None:
+                key = self.arms().api_key
+                version = eligibility.policy_version(self.rollout, self.policy)
+                self._draft = Endpoint(served, version, served.model, key)
+        return self._draft
 
     def drive(
         self,

@@ -19,7 +19,10 @@ from speccheck.context import RunContext
 from speccheck.lossless import DivergenceKind
 from speccheck.records import Answer, Arm, Outcome, PlannedRequest, Prompt, Receipt, Stage
 
-RERUNS = ("greedy-confirm", "sampled-confirm")
+NEAR_PHASE = "greedy-near"
+"""Replays that settle whether a near divergence is noise."""
+
+RERUNS = ("greedy-confirm", "sampled-confirm", NEAR_PHASE)
 """Phases of reruns: they ask suspects again and would bias every figure they went into."""
 
 

@@ -300,6 +300,20 @@ RULES: dict[str, Rule] = {
             any_workload=True,
         ),
         Rule(
+            "max_sampled_violations",
+            "sampled_violations",
+            "max",
+            "count",
+            "sampled violations",
+            (Stage.REPLAY,),
+            800,
+            1,
+            "Distribution tests at temperature 1 in which speculative answers differ from the"
+            " target's law by more than the target does from its own.",
+            counts="verified tokens",
+            any_workload=True,
+        ),
+        Rule(
             "min_structured_output_validity",
             "structured_output_validity",
             "min",
@@ -384,12 +398,14 @@ def judge(
     limit_of = {rule.name: limit for rule, limit in asked}
     mine = [m for m in measurements if m.route == route and m.stage == stage]
     known = {m.metric for m in mine if _is_whole(m.estimate)}
+    counted = {m.metric for m in mine if not m.cohort}
     jobs = [
         (rule, limit, m)
         for rule, limit in asked
         for m in mine
         # A slice without a single case says no more than the whole route's count does.
-        if m.metric == rule.metric and not (rule.kind == "count" and m.cohort and _is_zero(m))
+        if m.metric == rule.metric
+        and not (rule.kind == "count" and m.cohort and m.metric in counted and _is_zero(m))
     ]
     floors = noise_floors or {}
     # Counts are exact and no tests: they take no part in the correction for many tests.
@@ -692,7 +708,8 @@ def _figure(rule: Rule, e: Estimate, limit: float) -> str:
     """Subject, value, interval and n, in the unit that people speak of."""
     if rule.kind == "count":
         upper = f" (up to {e.high:g} with open ones)" if e.high > e.value else ""
-        return f"{e.value:g} {rule.subject}{upper} in {e.n}"
+        counts = "" if rule.counts == "requests" else f" {rule.counts}"
+        return f"{e.value:g} {rule.subject}{upper} in {e.n}{counts}"
     if rule.kind == "regression":
         value = _apart(100 * (e.value - 1), 100 * (limit - 1), "g")
         sign = "" if value.startswith("-") else "+"

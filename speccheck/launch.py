@@ -203,6 +203,35 @@ def accepted(differing: Iterable[str], waive: Sequence[str]) -> dict[str, str]:
     return why | {name: "waived by name" for name in differing if name in waive}
 
 
+@contextmanager
+def draft(rollout: Rollout, log_dir: Path) -> Iterator[ArmDescription | None]:
+    """The draft model served alone, target-only, or None where there is none to serve.
+
+    What a distribution test needs to know which tokens the draft prefers. Attached: the URL that
+    the rollout names as `draft`.
+
+    Raises:
+        EngineError: the server does not start or answer.
+    """
+    attached, speculation = rollout.attached, rollout.speculation
+    if rollout.engine == "attached":
+        url = attached.draft if attached is not None else None
+        yield None if url is None else _describe(Arm.TARGET_ONLY, url, None, _api_key(rollout))
+        return
+    if speculation["method"] != "draft_model":
+        yield None
+        return
+    folder = str(SpeculativeSettings.parse(speculation).model_dir)
+    alone = rollout.model_copy(
+        update={"embedded": rollout.embedded.model_copy(update={"model": folder})}
+    )
+    process, url = _start_embedded(alone, "draft", None, log_dir / "draft.log")
+    try:
+        yield _describe(Arm.TARGET_ONLY, url, None, None)
+    finally:
+        _stop([process])
+
+
 def differences(pair: Arms) -> dict[str, tuple[Any, Any]]:
     """What differs between the arms beside the speculative config: name -> (target, speculative).
 
@@ -368,9 +397,12 @@ def _wait(
 
 
 def _start_embedded(
-    rollout: Rollout, arm: Arm, speculative: Mapping[str, Any] | None, log_path: Path
+    rollout: Rollout, name: str, speculative: Mapping[str, Any] | None, log_path: Path
 ) -> tuple[subprocess.Popen[str], str]:
-    """One embedded server as a child process; returns it with its URL once it is ready."""
+    """One embedded server as a child process; returns it with its URL once it is ready.
+
+    `name` says what it serves: an arm, or the draft.
+    """
     settings = _embedded_settings(rollout, speculative)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     command = [
@@ -390,7 +422,7 @@ def _start_embedded(
     # session with it (not a new one: the kernel shares cores between sessions first) they give way.
     os.setpriority(os.PRIO_PROCESS, process.pid, _SERVER_NICENESS)
     try:
-        return process, _ready_url(process, arm, log_path)
+        return process, _ready_url(process, name, log_path)
     except BaseException:
         _stop([process])
         raise
@@ -420,12 +452,12 @@ def _embedded_description(
     return _description(arm, "", settings.name, __version__, info)
 
 
-def _ready_url(process: subprocess.Popen[str], arm: Arm, log_path: Path) -> str:
+def _ready_url(process: subprocess.Popen[str], name: str, log_path: Path) -> str:
     """Wait for the server's line of readiness on its standard output."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     stdout = process.stdout
     if stdout is None:
-        raise EngineError(f"{arm} server: no standard output to read")
+        raise EngineError(f"{name} server: no standard output to read")
 
     def read() -> None:
         for line in stdout:
@@ -439,11 +471,11 @@ def _ready_url(process: subprocess.Popen[str], arm: Arm, log_path: Path) -> str:
             line = lines.get(timeout=max(0.0, deadline - time.monotonic()))
         except queue.Empty:
             raise EngineError(
-                f"{arm} server: not ready after {START_TIMEOUT_S:.0f} s{_tail(log_path)}"
+                f"{name} server: not ready after {START_TIMEOUT_S:.0f} s{_tail(log_path)}"
             ) from None
         if not line:
             code = process.wait()
-            raise EngineError(f"{arm} server: ended at start with code {code}{_tail(log_path)}")
+            raise EngineError(f"{name} server: ended at start with code {code}{_tail(log_path)}")
         try:
             message = json.loads(line)
         except ValueError:
@@ -480,13 +512,7 @@ def _attach(rollout: Rollout) -> Arms:
     attached = rollout.attached
     if attached is None:
         raise UsageError("engine: attached needs the block `attached` with two URLs")
-    key = None
-    if attached.api_key_env is not None:
-        key = os.environ.get(attached.api_key_env)
-        if not key:
-            raise UsageError(
-                f"attached.api_key_env: the environment variable {attached.api_key_env} is not set"
-            )
+    key = _api_key(rollout)
     pair = Arms(
         _describe(Arm.TARGET_ONLY, attached.target_only, attached.model, key),
         _describe(Arm.SPECULATIVE, attached.speculative, attached.model, key),
@@ -507,6 +533,21 @@ def _attach(rollout: Rollout) -> Arms:
         stated = replace(pair.speculative, speculative_config=rollout.speculation)
         return Arms(pair.target_only, stated, key)
     return pair
+
+
+def _api_key(rollout: Rollout) -> str | None:
+    """The key of attached servers, from the environment variable that the rollout names.
+
+    Raises:
+        UsageError: the variable is not set.
+    """
+    name = rollout.attached.api_key_env if rollout.attached is not None else None
+    if name is None:
+        return None
+    key = os.environ.get(name)
+    if not key:
+        raise UsageError(f"attached.api_key_env: the environment variable {name} is not set")
+    return key
 
 
 def _describe(arm: Arm, url: str, model: str | None, key: str | None) -> ArmDescription:

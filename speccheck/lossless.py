@@ -19,11 +19,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
 from speccheck import stats
-from speccheck.records import Estimate, Measurement, Verdict
+from speccheck.records import Estimate, Measurement
 
 DivergenceKind = Literal["tie", "near", "violation", "unknown"]
 
@@ -71,11 +68,25 @@ class NoiseFloor:
 
     tau: float
     n: int
+    """Positions of the axis that has fewest."""
     content_missed: float
+    axes: tuple[NoiseAxis, ...] = ()
 
 
-def noise_floor(gap_changes: Sequence[float], *, resolution: float = 0.0) -> NoiseFloor:
-    """Tolerance from A/A controls: |gap in one run - gap in the other| per position, nats.
+@dataclass(frozen=True, slots=True)
+class NoiseAxis:
+    """One way in which the target's arithmetic may differ from itself: largest change, nats."""
+
+    name: str
+    largest: float
+    n: int
+
+
+def noise_floor(
+    gap_changes: Mapping[str, Sequence[float]], *, resolution: float = 0.0
+) -> NoiseFloor | None:
+    """Tolerance from A/A controls: |gap in one run - gap in the other| per position, nats, by axis
+    (alone against in a batch, decoding against scoring). None where no axis has a position.
 
     `resolution` is the smallest tau that makes sense for the arithmetic, twice `bf16_step` for
     bf16 logits. n = 299 positions give 99 % content at 95 % confidence (Wilks 1941).
@@ -83,11 +94,17 @@ def noise_floor(gap_changes: Sequence[float], *, resolution: float = 0.0) -> Noi
     Raises:
         ValueError: a NaN among the changes; a broken probe must not become a tolerance.
     """
-    if any(math.isnan(change) for change in gap_changes):
-        raise ValueError("a gap change is NaN: the A/A probe failed, no noise floor can be drawn")
-    n = len(gap_changes)
-    tau = max([resolution, *(abs(change) for change in gap_changes)])
-    return NoiseFloor(tau, n, stats.zero_events_bound(n))
+    axes = []
+    for name, changes in gap_changes.items():
+        if any(math.isnan(change) for change in changes):
+            raise ValueError("a gap change is NaN: the A/A probe failed, no noise floor is drawn")
+        if changes:
+            axes.append(NoiseAxis(name, max(abs(change) for change in changes), len(changes)))
+    if not axes:
+        return None
+    n = min(axis.n for axis in axes)
+    tau = max(resolution, *(axis.largest for axis in axes))
+    return NoiseFloor(tau, n, stats.zero_events_bound(n), tuple(axes))
 
 
 def bf16_step(logit: float) -> float:
@@ -221,109 +238,3 @@ def measure_lossless(
             rate_note,
         ),
     ]
-
-
-# --- sampled outputs ----------------------------------------------------------------------------
-
-DISTRIBUTION_ALPHA = 1e-3
-"""Level of the distribution test, fixed before any sample is drawn."""
-
-DISTRIBUTION_SAMPLES = 2000
-"""Samples per arm, on five prompts, with which a verifier that draws from the raw target after a
-rejection (total variation 0.14) was found in each of 30 simulated runs. Fewer say little by finding
-nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class DistributionTest:
-    """Do both arms sample from one distribution? A permutation test over repeated samples."""
-
-    prompts: int
-    samples: int
-    """Samples per arm, over all prompts."""
-    statistic: float
-    """Chi-square distance of the arms' prefix frequencies over its mean under permutation: 1 is no
-    difference."""
-    p_value: float
-    """NaN where there was nothing to compare."""
-    depth: int
-    """Output tokens compared, from the second on: the first comes from prefill, unspeculated."""
-
-
-def compare_distributions(
-    samples: Mapping[str, tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]]],
-    *,
-    rng: np.random.Generator,
-    depth: int = 6,
-    permutations: int = 1999,
-) -> DistributionTest:
-    """Test equality of law from repeated samples at one temperature above 0, no logprobs needed.
-
-    `samples` maps a prompt to the token ids of its target-only and its speculative samples, drawn
-    with different seeds. The statistic is a chi-square over prefixes of 2 to `depth` tokens (rare
-    ones lumped), summed over prompts; arm labels are permuted within each prompt, so the p-value is
-    exact whatever the prompts are. Prompts whose first tokens are nearly certain give the most
-    power, since their samples share prefixes.
-    """
-    observed = 0.0
-    drawn = np.zeros(permutations)
-    used = total = 0
-    for target, speculative in samples.values():
-        n, m = len(target), len(speculative)
-        if min(n, m) < 2:
-            continue
-        used += 1
-        total += min(n, m)
-        outputs = [*target, *speculative]
-        is_target = np.arange(n + m) < n
-        labels = np.stack([is_target, *(rng.permutation(is_target) for _ in range(permutations))])
-        for length in range(2, depth + 1):
-            prefixes: dict[tuple[int, ...], int] = {}
-            nodes = [prefixes.setdefault(tuple(ids[:length]), len(prefixes)) for ids in outputs]
-            distances = _node_distances(np.asarray(nodes), labels, n, m)
-            observed += float(distances[0])
-            drawn += distances[1:]
-    if not used:
-        return DistributionTest(0, 0, math.nan, math.nan, depth)
-    if observed == 0 == drawn.max():  # every sample of every prompt is the same
-        return DistributionTest(used, total, 1.0, 1.0, depth)
-    as_large = int((drawn >= observed - 1e-9).sum())
-    p_value = (1 + as_large) / (1 + permutations)
-    return DistributionTest(used, total, observed / float(drawn.mean()), p_value, depth)
-
-
-_RARE = 5
-"""Prefixes seen less often, over both arms, are lumped into one cell."""
-
-
-def _node_distances(
-    nodes: npt.NDArray[np.int64], labels: npt.NDArray[np.bool_], n: int, m: int
-) -> npt.NDArray[np.float64]:
-    """Two-sample chi-square over nodes for each row of labels (True: one of n target samples)."""
-    rare = np.bincount(nodes) < _RARE
-    cells = np.where(rare, 0, np.cumsum(~rare))[nodes]
-    pooled = np.bincount(cells)
-    rows, size = len(labels), len(pooled)
-    flat = (cells + size * np.arange(rows)[:, None]).ravel()
-    a = np.bincount(flat, labels.ravel(), minlength=rows * size).reshape(rows, size)
-    gaps = a / n - (pooled - a) / m
-    distances: npt.NDArray[np.float64] = n * m * (gaps**2 / np.maximum(pooled, 1)).sum(axis=1)
-    return distances
-
-
-def judge_distribution(test: DistributionTest) -> tuple[Verdict, str]:
-    """Verdict and sentence. Finding no difference passes only with enough samples to find one."""
-    if math.isnan(test.p_value):
-        return Verdict.ERROR, "no prompt has samples on both arms"
-    figure = (
-        f"{test.samples} samples per arm of {test.prompts} prompts: p {test.p_value:.2g} for one"
-        f" law, {DISTRIBUTION_ALPHA:g} declared"
-    )
-    if test.p_value <= DISTRIBUTION_ALPHA:
-        return Verdict.FAIL, f"the arms sample from different distributions ({figure})"
-    if test.samples < DISTRIBUTION_SAMPLES:
-        return Verdict.INCONCLUSIVE, (
-            f"no difference found, but {DISTRIBUTION_SAMPLES} samples are needed to find one"
-            f" ({figure})"
-        )
-    return Verdict.PASS, f"no difference found ({figure}); that does not prove equality"

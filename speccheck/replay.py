@@ -7,31 +7,41 @@ first difference.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from speccheck import drift, grading, lossless, probe, quality
-from speccheck.client import open_session, send
+from speccheck import battery, drift, grading, lossless, probe, quality, stats
+from speccheck.client import open_session
 from speccheck.context import RunContext
 from speccheck.drive import Endpoint
 from speccheck.errors import EngineError
-from speccheck.graded import GREEDY_PHASES, Graded, Temperature, asked_structure, looked
+from speccheck.graded import (
+    GREEDY_PHASES,
+    NEAR_PHASE,
+    Graded,
+    Temperature,
+    asked_structure,
+    looked,
+)
 from speccheck.guardrails import QUALITY_MARGIN
 from speccheck.records import (
     Arm,
     Measurement,
     Outcome,
-    PlannedRequest,
     Prompt,
     Receipt,
-    Sampler,
     Stage,
 )
+from speccheck.sampled import Result
 
 NOISE_PROMPTS = 12
 """Prompts whose every position is decoded and scored for the noise floor: over 300 positions."""
+
+NEAR_REPLAYS = 3
+"""Replays on both arms that settle whether a near divergence is noise (STATS 3.3)."""
 
 
 def part(graded: Graded, asked: Attribution, *, kept_off: bool) -> tuple[Graded, Attribution]:
@@ -89,12 +99,19 @@ async def attribute(run: RunContext, graded: Graded, prompts: Sequence[Prompt]) 
         ids = {}
         floor, note = None, ""
         for prompt in [*diverged, *prompts[:NOISE_PROMPTS]]:
-            ids[prompt.prompt_id] = await prompt_ids(session, endpoint, prompt)
+            ids[prompt.prompt_id] = await probe.prompt_ids(session, endpoint, prompt)
         sample = [found for p in prompts[:NOISE_PROMPTS] if (found := ids[p.prompt_id])]
         try:
-            changes = await probe.gap_changes(session, endpoint, sample, max_tokens=48)
-            floor = lossless.noise_floor(changes) if changes else None
-            note = "" if changes else "the server gave no log-probabilities to compare"
+            changes = await probe.gap_changes(
+                session,
+                endpoint,
+                sample,
+                max_tokens=48,
+                concurrency=run.rollout.replay.concurrency,
+            )
+            resolution = probe.resolution(endpoint.description)
+            floor = lossless.noise_floor(changes, resolution=resolution)
+            note = "" if floor else "the server gave no log-probabilities to compare"
         except EngineError as error:
             note = f"the server gave no log-probabilities ({error})"
         for into in (compared, controls):
@@ -149,37 +166,42 @@ async def _asked(
         return replace(pair, gap=None, kind="unknown")
     prefix = [*prompt_ids, *(answer.token_ids or ())[: at.index]]
     gap = await probe.gap_at(session, endpoint, prefix, at.target_token, at.other_token)
-    kind = lossless.classify(gap, floor.tau) if floor is not None else "unknown"
-    return replace(pair, gap=gap, kind=kind)
+    if floor is not None:
+        return replace(pair, gap=gap, kind=lossless.classify(gap, floor.tau))
+    # Without a floor nothing is told from noise, but outside the top k is outside of any.
+    is_outside = gap is not None and math.isinf(gap)
+    return replace(pair, gap=gap, kind="violation" if is_outside else "unknown")
 
 
-async def prompt_ids(session: Any, endpoint: Endpoint, prompt: Prompt) -> Sequence[int] | None:
-    """A prompt's token ids as the server itself renders it, from an answer of one token.
+def near(asked: Attribution, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Prompts whose divergence is between one and two noise floors: to be replayed."""
+    return [
+        p
+        for p in prompts
+        if p.prompt_id in asked.compared and asked.compared[p.prompt_id].kind == "near"
+    ]
 
-    None where the server sends no ids.
-    """
-    request = PlannedRequest(
-        stage=Stage.REPLAY,
-        phase="probe",
-        arm=Arm.TARGET_ONLY,
-        route=prompt.route,
-        prompt=prompt,
-        pair_id="",
-        repeat=0,
-        sampler=Sampler(),
-        max_tokens=1,
-        concurrency=1,
+
+def settle(run: RunContext, asked: Attribution, prompts: Sequence[Prompt]) -> Attribution:
+    """The same attribution with near divergences settled by their replays (phase greedy-near)."""
+    receipts = run.store.receipts(
+        run.run_id, stage=Stage.REPLAY, phase=NEAR_PHASE, outcome=Outcome.OK
     )
-    seen = await send(
-        session,
-        endpoint.description.url,
-        endpoint.served_model,
-        request,
-        api_key=endpoint.api_key,
-        extra=endpoint.extra,
-        omit=endpoint.omit,
-    )
-    return seen.prompt_token_ids
+    answers = run.store.answers(r.receipt_id for r in receipts)
+    ids = {(r.prompt_id, r.arm, r.repeat): answers[r.receipt_id].token_ids for r in receipts}
+    compared = dict(asked.compared)
+    for prompt in prompts:
+        pair = compared[prompt.prompt_id]
+        replays = [
+            lossless.first_divergence(a, b)
+            for repeat in range(NEAR_REPLAYS)
+            if (a := ids.get((prompt.prompt_id, Arm.TARGET_ONLY, repeat))) is not None
+            and (b := ids.get((prompt.prompt_id, Arm.SPECULATIVE, repeat))) is not None
+        ]
+        if pair.divergence is not None:
+            kind = lossless.settle_near(pair.divergence, replays)
+            compared[prompt.prompt_id] = replace(pair, kind=kind)
+    return replace(asked, compared=compared)
 
 
 # --- what the rules and the packet get ----------------------------------------------------------
@@ -192,6 +214,7 @@ def measure(
     asked: Attribution,
     prompts: Sequence[Prompt],
     temperatures: Sequence[Temperature],
+    distributions: Result,
 ) -> list[Measurement]:
     """Quality, losslessness, form and structured output of one route."""
     stage = Stage.REPLAY
@@ -232,6 +255,11 @@ def measure(
             found.append(replace(m, estimate=estimate, note=note))
         else:
             found.append(m)
+    # One verifier serves all routes: what the battery found holds for each that samples.
+    if any(r.phase == "sampled" and r.route == route for r in graded.receipts):
+        found.append(
+            battery.measurement(distributions.battery, distributions.why, stage=stage, route=route)
+        )
     structured = [
         grading.Structured(
             r.arm,
@@ -285,6 +313,7 @@ def evidence(
     asked: Attribution,
     prompts: Sequence[Prompt],
     temperatures: Sequence[Temperature],
+    distributions: Result,
 ) -> dict[str, Any]:
     """`packet.ReplayEvidence`, and each prompt's case status for the matrix, greedy and sampled."""
     regressions: list[dict[str, Any]] = []
@@ -312,6 +341,7 @@ def evidence(
         "form": [_form(graded, prompts, at) for at in temperatures],
         "divergences": _divergences(asked, prompts),
         "noise_floor": _noise_floor(graded, asked, prompts),
+        "lossless": distributions.to_dict(),
         "case_status": statuses,
     }
 
@@ -404,9 +434,16 @@ def _divergences(asked: Attribution, prompts: Sequence[Prompt]) -> dict[str, Any
         ((p, pair) for p, pair in pairs if pair.divergence is not None),
         key=lambda item: -(item[1].gap if item[1].gap is not None else float("inf")),
     )
+    tokens = sum(pair.exposure for _, pair in pairs)
+    control_tokens = sum(pair.exposure for pair in asked.controls.values())
+    parted = sum(pair.divergence is not None for pair in asked.controls.values())
+    against = stats.compare_rates(sum(kinds.values()), tokens, parted, control_tokens)
     return {
         "pairs": len(pairs),
-        "tokens": sum(pair.exposure for _, pair in pairs),
+        "tokens": tokens,
+        "per_1000": 1000 * sum(kinds.values()) / tokens if tokens else None,
+        "control_per_1000": 1000 * parted / control_tokens if control_tokens else None,
+        "p_value": against.p_value,
         "diverged": sum(kinds.values()),
         "ties": kinds["tie"],
         "near": kinds["near"],
@@ -452,4 +489,5 @@ def _noise_floor(graded: Graded, asked: Attribution, prompts: Sequence[Prompt]) 
         "tau": floor.tau if floor is not None else None,
         "positions": floor.n if floor is not None else 0,
         "content_missed": floor.content_missed if floor is not None else None,
+        "axes": [asdict(axis) for axis in floor.axes] if floor is not None else [],
     }

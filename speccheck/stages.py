@@ -31,6 +31,7 @@ from speccheck import (
     measure,
     plan,
     replay,
+    sampled,
     shadow,
     slices,
     stats,
@@ -198,7 +199,7 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
 
     greedy = phase("greedy", 0.0, settings.concurrency)
     control = phase("aa", 0.0, settings.control_concurrency)
-    sampled = phase("sampled", settings.sampled_temperature, settings.concurrency)
+    at_temperature = phase("sampled", settings.sampled_temperature, settings.concurrency)
     graded.send(
         run,
         "temperature 0",
@@ -216,14 +217,14 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         run,
         f"temperature {settings.sampled_temperature:g}",
         prompts,
-        lambda some, rng: plan.closed_loop(sampled, some, rng=rng),
+        lambda some, rng: plan.closed_loop(at_temperature, some, rng=rng),
     )
 
     # What looks like a regression is run again on both arms before it may be called one.
     everything = graded.with_later_turns(run, prompts)
     grades: graded.Known = {}
     temperatures = graded.temperatures(run, len(everything))
-    for at, first in zip(temperatures, (greedy, sampled), strict=True):
+    for at, first in zip(temperatures, (greedy, at_temperature), strict=True):
         graded.confirm(run, at, prompts, replace(first, name=at.phases[-1]), grades)
 
     features = slices.asked(run, prompts)
@@ -232,6 +233,14 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     run.report.line("  grading, and asking the target about divergences")
     found = graded.grade_all(run, everything, grades)
     asked = asyncio.run(replay.attribute(run, found, graded.same_question(run, prompts)))
+    if unsettled := replay.near(asked, prompts):
+        again = phase(graded.NEAR_PHASE, 0.0, settings.concurrency)
+        run.drive(
+            "near divergences once more",
+            plan.closed_loop(again, unsettled, rng=run.rng("near"), repeats=replay.NEAR_REPLAYS),
+        )
+        asked = replay.settle(run, asked, unsettled)
+    distributions = sampled.run_battery(run, prompts, settings.probe)
     tau = asked.floor.tau if asked.floor is not None else None
     items = asyncio.run(slices.judge(run, features, tau))
     tried = slices.rows(features, items)
@@ -239,7 +248,7 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         run.report.line(f"  {line}")
     receipts = [r for r in found.receipts if r.phase in ("greedy", "sampled")]
     judged = Judged(
-        evidence=replay.evidence(run, found, asked, everything, temperatures)
+        evidence=replay.evidence(run, found, asked, everything, temperatures, distributions)
         | slices.evidence(tried)
     )
     for route in routes:
@@ -259,6 +268,7 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
                     *replay.part(found, asked, kept_off=kept_off),
                     mine,
                     temperatures,
+                    distributions,
                 ),
                 *slices.measure(items, route=route.name, kept_off=kept_off),
             ]
@@ -359,8 +369,11 @@ def describe(path: Path) -> dict[str, Any]:
         UsageError: the rollout, its rules or its corpus are wrong.
     """
     rollout, rules, corpus = read_rollout(path)
+    probed = rollout.replay.probe
+    samples = sampled.DRAFTED if probed.samples is None else probed.samples
     per_prompt = (
-        "each prompt twice at temperature 0, once more for A/A, twice sampled; slices, reruns"
+        "each prompt twice at temperature 0, once more for A/A, twice sampled; slices, reruns; "
+        f"and {samples} samples of {probed.prompts} prompts on both arms"
     )
     replayed = [route_prompts(path, corpus, route) for route in rollout.routes]
     n_replay = 5 * sum(1 + len(p.follow_up) for prompts in replayed for p in prompts)
@@ -375,7 +388,11 @@ def describe(path: Path) -> dict[str, Any]:
         "warm_up": 2 * rollout.warm_up,
         "stages": [
             {"stage": "fixture", "requests": 0, "note": f"{rollout.fixture.seeds} seeds"},
-            {"stage": "replay", "requests": n_replay + n_slices, "note": per_prompt},
+            {
+                "stage": "replay",
+                "requests": n_replay + n_slices + 2 * probed.prompts * samples,
+                "note": per_prompt,
+            },
             {
                 "stage": "shadow",
                 "requests": n_shadow + n_protected,
@@ -427,6 +444,7 @@ def _findings(
     run: RunContext,
     stage: Stage,
     route: str,
+    rules: Mapping[str, guardrails.RuleLimit],
     measured: Sequence[Measurement],
     *,
     late: str,
@@ -440,7 +458,7 @@ def _findings(
     later = list(Stage)[list(Stage).index(stage) + 1 :]
     shared = canary.planned_looks(run) if stage is Stage.CANARY else 1
     judged = guardrails.judge(
-        _rules(run, route),
+        rules,
         measured,
         stage=stage,
         route=route,
@@ -462,6 +480,8 @@ def _rules(run: RunContext, route: str) -> dict[str, guardrails.RuleLimit]:
     limits = run.guardrails.limits(route)
     if run.rollout.replay.slice_names:
         limits.setdefault("max_slice_failures", 0)
+    if run.rollout.replay.probe.samples != 0:
+        limits.setdefault("max_sampled_violations", 0)
     return {
         name: guardrails.RuleLimit(
             limit,
@@ -493,8 +513,14 @@ def _judge_route(
     if why and not judged.reasons:
         void = "our client was late, so times are void" if late else "passes on times are void"
         judged.reasons.append(f"{void}: {why}")
-    findings = _findings(run, stage, route, measured, late=late, held=held)
-    findings += decision.of_kept_off(_findings(run, stage, route, excluded, late=late, held=held))
+    rules = _rules(run, route)
+    # What is measured only where the policy keeps requests off is asked only there.
+    moved = {m.metric for m in excluded} - {m.metric for m in measured}
+    mine = {n: limit for n, limit in rules.items() if guardrails.RULES[n].metric not in moved}
+    findings = _findings(run, stage, route, mine, measured, late=late, held=held)
+    findings += decision.of_kept_off(
+        _findings(run, stage, route, rules, excluded, late=late, held=held)
+    )
     sent = {
         r.pair_id: r
         for r in run.store.receipts(run.run_id, stage=stage, route=route, warm_up=False)

@@ -20,7 +20,11 @@ name: test
 speculation: {method: draft_model, model: packaged, num_speculative_tokens: 4}
 corpus: {paths: [corpus.jsonl]}
 fixture: {seeds: 2000}
-replay: {control_concurrency: 4, slices: [stop, min_p], slice_prompts: 2}
+replay:
+  control_concurrency: 4
+  slices: [stop, min_p]
+  slice_prompts: 2
+  probe: {prompts: 2, samples: 3, max_tokens: 8}
 shadow: {requests_per_route: 8, blocks: 4, rate_per_s: 8}
 canary: {shares: [0.5], requests_per_step: 12, look_every: 6, rate_per_s: 8}
 warm_up: 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from rule_receipts import pairs, receipt
 
-from speccheck import drift, grading, guardrails, lossless, measure, quality, slices, stats
+from speccheck import battery, drift, grading, guardrails, lossless, measure, quality, slices, stats
 from speccheck.config import IMPLIED, load_guardrails
 from speccheck.errors import UsageError
 from speccheck.grading import Structured
@@ -76,6 +76,21 @@ def measurements(data: dict[str, Any], stage: Stage) -> list[Measurement]:
             for i in range(n)
         ]
         return slices.measure({"stop": items}, route="chat")
+    if "tests" in data:
+        n = data["tests"]["tokens"]
+        tests = tuple(
+            battery.judge(
+                "T6",
+                stats.Fit(1, p, n, Estimate(e, e - 0.01, e + 0.01, n, "m", 0.05), 0.01),
+                None,
+                p,
+                0.04,
+            )
+            for e in data["tests"]["effects"]
+            for p in [1e-9 if e > 0.1 else 0.2]
+        )
+        found = battery.Battery(tests, n, n, n, 4, n // 24, 0.04)
+        return [battery.measurement(found, "no sample came back", stage=stage, route="chat")]
     if "structured" in data:
         valid, n = data["structured"]["valid"], data["structured"]["n"]
         graded = [
@@ -138,7 +153,7 @@ def test_rule_case(rule, case):
     expected = Verdict[spec["verdict"].upper()] if "verdict" in spec else VERDICTS[case]
     assert finding.verdict is expected, finding.why
     assert spec["why"] in finding.why
-    assert finding.cohort == ""
+    assert finding.cohort == (battery.SLICE if rule == "max_sampled_violations" else "")
     if case == "too_little":
         counts = RULES[rule].counts
         assert finding.needed or f"more {counts} are needed" in finding.why
@@ -163,6 +178,7 @@ def test_every_rule_names_a_metric_that_someone_emits():
             ({"quality": {"agree": 5}}, Stage.REPLAY),
             ({"drift": {"n": 5, "target": 0, "speculative": 0}}, Stage.REPLAY),
             ({"greedy": {"equal": 5, "gaps": []}}, Stage.REPLAY),
+            ({"tests": {"tokens": 5, "effects": []}}, Stage.REPLAY),
             ({"structured": {"valid": 5, "n": 5}}, Stage.REPLAY),
             ({"slices": {"ok": 5}}, Stage.REPLAY),
             ({"protected": {"blocks": 8, "delay": 1}}, Stage.SHADOW),

@@ -23,6 +23,7 @@ from speccheck.cli.data import corpus, receipts
 from speccheck.cli.doctor import doctor
 from speccheck.cli.estimate import estimate
 from speccheck.cli.policy import explain, matrix
+from speccheck.cli.probe import probe
 from speccheck.cli.review import judge, review
 from speccheck.cli.revisit import revisit
 from speccheck.cli.shell import (
@@ -415,5 +416,6 @@ for _command in (
     judge,
     matrix,
     explain,
+    probe,
 ):
     cli.add_command(_command)

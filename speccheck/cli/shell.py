@@ -87,7 +87,7 @@ report_options = options(
     ),
 )
 
-rollout_options = options(
+run_options = options(
     click.option(
         *("--rollout", "rollout"),
         type=PATH,
@@ -104,8 +104,9 @@ rollout_options = options(
     ),
     click.option("--again", is_flag=True, help="Measure anew, as a new run, what was measured."),
     click.option("--json", "as_json", is_flag=True, help="Print the result as JSON."),
-    report_options,
 )
+
+rollout_options = options(run_options, report_options)
 
 out_option = click.option(
     "--out",

@@ -179,8 +179,25 @@ class Divergences(TypedDict):
     unknown: int
     tau: float | None
     """Largest gap that counts as a tie, nats; None: no noise floor was measured."""
+    per_1000: float | None
+    """Divergences in 1,000 compared tokens."""
+    control_per_1000: float | None
+    """The same, target-only against target-only; None: there was no control."""
+    p_value: float | None
+    """One-sided, that the rate is no higher than the control's (conditional binomial)."""
     cases: Sequence[Divergence]
     """The worst, not all."""
+
+
+class NoiseAxis(TypedDict):
+    """One way in which the target was computed twice: alone against in a batch, decoding against
+    scoring.
+    """
+
+    name: str
+    largest: float
+    """Largest change of a top-2 gap, nats."""
+    n: int
 
 
 class NoiseFloor(TypedDict):
@@ -197,6 +214,7 @@ class NoiseFloor(TypedDict):
     """Positions that tau was taken from."""
     content_missed: float | None
     """Share of positions that may move more, at 95 % confidence."""
+    axes: Sequence[NoiseAxis]
 
 
 class QualityOfTask(TypedDict):
@@ -268,15 +286,48 @@ class LosslessTest(TypedDict):
     """One distribution test on a live server (PIT, rank categories, repeated samples ...)."""
 
     name: str
+    catches: str
+    """What kind of fault it is there for."""
     n: int
     unit: str
-    """What n counts: tokens, samples."""
+    """What n counts: tokens, visits, samples."""
     statistic: float | None
     p_value: float | None
-    limit: str
-    """The rule that was declared before, in words: "Holm-adjusted p >= 0.001"."""
-    verdict: str
+    """Holm-adjusted over the tests; None: it does not apply."""
+    effect: Interval
+    effect_unit: str
+    """share or nats."""
+    where: str
+    """The part with the largest effect, where the test has parts."""
+    control: Interval
+    """The same effect on target-only answers; None: not known."""
+    limit: float
+    """What the effect's upper limit may reach, in its unit: control + margin."""
+    seen: float | None
+    """Smallest effect that is found nine times in ten."""
+    verdict: str | None
+    """None: not judged."""
     why: str
+
+
+class Distributions(TypedDict):
+    """Sampled answers against the target's law: `battery.to_dict` and what was tested."""
+
+    verdict: str
+    alpha: float
+    """Level of all tests together, declared before."""
+    margin: float
+    tokens: int
+    """Verified tokens of the speculative arm."""
+    open_tokens: int | None
+    control_tokens: int
+    prompts: int
+    samples: int
+    needed_tokens: int | None
+    tests: Sequence[LosslessTest]
+    tested: Sequence[str]
+    """One sentence each."""
+    not_tested: Sequence[str]
 
 
 class FeatureCheck(TypedDict):
@@ -307,7 +358,7 @@ class ReplayEvidence(TypedDict, total=False):
     form: Sequence[FormOfAnswers]
     divergences: Divergences | NotMeasured
     noise_floor: NoiseFloor | NotMeasured
-    lossless: Sequence[LosslessTest]
+    lossless: Distributions | NotMeasured
     features: Sequence[FeatureCheck]
 
 

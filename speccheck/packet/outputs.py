@@ -23,6 +23,8 @@ from speccheck.packet.parts import (
 from speccheck.packet.view import Figure, Mark, Missing
 from speccheck.records import Stage
 
+NOT_JUDGED = Mark("not judged", "–", "plain")
+
 REGRESSION_LABELS = {
     "real": "the target was not in doubt where the texts part",
     "numerical_tie": "the texts part at a tie of the target's two best tokens",
@@ -65,7 +67,7 @@ def replay_view(evidence: RunEvidence) -> view.ReplayView | Missing:
         or Missing("no judge and no reviewer was asked (speccheck judge, speccheck review)"),
         divergences=_divergences(part),
         noise_floor=_noise_floor(part),
-        lossless=each(part, "lossless", "no distribution test was run", _lossless),
+        lossless=_distributions(part),
         features=each(part, "features", "no server feature was checked", _feature),
     )
 
@@ -198,6 +200,9 @@ def _divergences(part: Mapping[str, Any]) -> view.DivergencesView | Missing:
         violations=found["violations"],
         unknown=found["unknown"],
         tau=known(found["tau"], "no noise floor was measured", "nats"),
+        per_1000=known(found["per_1000"], "nothing was compared", "number"),
+        control_per_1000=known(found["control_per_1000"], "no A/A control was run", "number"),
+        p_value=known(found["p_value"], "no A/A control was run", "p"),
         cases=tuple(_divergence(case) for case in found["cases"]),
     )
 
@@ -214,18 +219,40 @@ def _noise_floor(part: Mapping[str, Any]) -> view.NoiseFloorView | Missing:
         tau=known(found["tau"], "no gap was probed", "nats"),
         positions=found["positions"],
         content_missed=known(found["content_missed"], "no gap was probed", "share"),
+        axes=tuple(
+            view.NoiseAxisLine(axis["name"], Figure("", axis["largest"], "nats"), axis["n"])
+            for axis in found["axes"]
+        ),
+    )
+
+
+def _distributions(part: Mapping[str, Any]) -> view.DistributionsView | Missing:
+    found = part_of(part, "lossless", "no distribution test was run")
+    if isinstance(found, Missing):
+        return found
+    return view.DistributionsView(
+        mark=verdict_mark(found["verdict"]),
+        alpha=found["alpha"],
+        tested=tuple(found["tested"]),
+        not_tested=tuple(found["not_tested"]),
+        tests=tuple(_lossless(test) for test in found["tests"]),
     )
 
 
 def _lossless(test: Mapping[str, Any]) -> view.LosslessLine:
+    unit = test["effect_unit"]
+    control = interval(test["control"], unit, "this test has no control")
     return view.LosslessLine(
         name=test["name"],
+        catches=test["catches"],
         n=test["n"],
         unit=test["unit"],
-        statistic=known(test["statistic"], "not computed", "number"),
-        p_value=known(test["p_value"], "not computed", "p"),
-        limit=test["limit"],
-        mark=verdict_mark(test["verdict"]),
+        effect=interval(test["effect"], unit, test["why"]),
+        control=control if isinstance(control, Missing) else Figure("", control.value, unit),
+        limit=known(test["limit"], "no limit", unit),
+        seen=known(test["seen"], "does not apply", unit),
+        p_value=known(test["p_value"], "does not apply", "p"),
+        mark=NOT_JUDGED if test["verdict"] is None else verdict_mark(test["verdict"]),
         why=test["why"],
     )
 

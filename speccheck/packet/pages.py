@@ -32,6 +32,8 @@ DIGITS, LIMIT_DIGITS = 3, 4
 SHOWN_CASES, SHOWN_CHARS = 40, 4000
 """What a page shows of very many or very long texts; packet.json has all of them."""
 BRIEF_CHARS = 400
+SMALL_P = 1e-6
+"""A p-value under this is printed so: further digits say nothing."""
 CHECKSUMS = "packet.sha256"
 
 
@@ -307,6 +309,8 @@ def _limits_beside(value: Interval, limit: float | None) -> tuple[float, ...]:
 def _number(value: float, unit: str, beside: Iterable[float] = ()) -> str:
     limits = [*beside]
     match unit:
+        case "p" if 0 < value < SMALL_P:
+            return f"under {SMALL_P:.6f}"
         case "share" | "p":
             limits += [0, 1]
         case "ratio":

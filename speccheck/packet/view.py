@@ -720,7 +720,21 @@ class DivergencesView:
     violations: int
     unknown: int
     tau: Figure | Missing
+    per_1000: Figure | Missing
+    """Divergences in 1,000 compared tokens; the control's beside it."""
+    control_per_1000: Figure | Missing
+    p_value: Figure | Missing
+    """That the rate is no higher than the control's: conditional binomial."""
     cases: tuple[DivergenceLine, ...]
+
+
+@dataclass(frozen=True)
+class NoiseAxisLine:
+    """One way in which the target was computed twice, and how far a top-2 gap moved at most."""
+
+    name: str
+    largest: Figure
+    n: int
 
 
 @dataclass(frozen=True)
@@ -734,6 +748,7 @@ class NoiseFloorView:
     tau: Figure | Missing
     positions: int
     content_missed: Figure | Missing
+    axes: tuple[NoiseAxisLine, ...]
 
 
 @dataclass(frozen=True)
@@ -741,13 +756,31 @@ class LosslessLine:
     """One distribution test on a live server."""
 
     name: str
+    catches: str
     n: int
     unit: str
-    statistic: Figure | Missing
+    effect: Interval | Missing
+    control: Figure | Missing
+    """The same effect, target-only against target-only."""
+    limit: Figure | Missing
+    """What the effect's upper limit may reach: control + margin."""
+    seen: Figure | Missing
+    """Smallest effect that is found nine times in ten."""
     p_value: Figure | Missing
-    limit: str
+    """Holm-adjusted over the tests."""
     mark: Mark
     why: str
+
+
+@dataclass(frozen=True)
+class DistributionsView:
+    """Sampled answers against the law that the target states for each of their tokens."""
+
+    mark: Mark
+    alpha: float
+    tested: tuple[str, ...]
+    not_tested: tuple[str, ...]
+    tests: tuple[LosslessLine, ...]
 
 
 @dataclass(frozen=True)
@@ -776,7 +809,7 @@ class ReplayView:
     preferences: tuple[PreferenceLine, ...] | Missing
     divergences: DivergencesView | Missing
     noise_floor: NoiseFloorView | Missing
-    lossless: tuple[LosslessLine, ...] | Missing
+    lossless: DistributionsView | Missing
     features: tuple[FeatureLine, ...] | Missing
 
 

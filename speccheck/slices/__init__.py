@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from speccheck import client, launch, plan, replay
+from speccheck import client, launch, plan, probe
 from speccheck.config import SliceName
 from speccheck.context import RunContext
 from speccheck.drive import Endpoint
@@ -173,7 +173,7 @@ class Target:
         """See `checks.Oracle`."""
         key = repr(prompt.messages)
         if key not in self._prompts:
-            self._prompts[key] = await replay.prompt_ids(self._session, self._endpoint, prompt)
+            self._prompts[key] = await probe.prompt_ids(self._session, self._endpoint, prompt)
         return self._prompts[key]
 
     async def logprobs(self, ids: Sequence[int]) -> Sequence[float | None] | None:
