@@ -7,16 +7,24 @@ configuration) and holds the product to what ought to be said about it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from attached_pair import attached_pair
-from field import PATIENT, Model, Product, Say, Seen, corpus, observe, slowed
+from attached_pair import ROLLOUT, attached_pair
+from field import PATIENT, Model, Product, Say, Seen, Told, corpus, observe, slowed
 from scripted_server import spec_metrics
+from test_cells import T09, swept
 
-from speccheck.records import Arm, PlannedRequest
+from speccheck.config import Rollout, load_guardrails
+from speccheck.context import STORE_NAME
+from speccheck.grid import load_name
+from speccheck.records import Arm, PlannedRequest, Receipt
+from speccheck.store import Run, Store
+from speccheck.sweep import ROUND_MARK
+from speccheck.telemetry import Snapshot
 
 
 @pytest.fixture
@@ -224,7 +232,6 @@ def test_t12_a_slice_that_the_average_hides(
     ):
         corpus(product.folder, 450)
         told = product.stage("shadow")
-        product.page("packet")
     assert told.code == 1
     assert told.action == "fall_back"
     assert told.finding("min_acceptance_rate")["verdict"] == "pass"
@@ -233,9 +240,9 @@ def test_t12_a_slice_that_the_average_hides(
     assert slice_["estimate"]["value"] == pytest.approx(0.06, abs=0.005)
     assert "prompt >=4096" in told.reason
     assert "fails at prompt >=4096" in told.json["decisions"][0]["scope"]
-    packet = (product.folder / "run" / "packet.md").read_text(encoding="utf-8")
-    assert "send prompts of 4096 tokens and more to target-only" in packet
-    assert "vLLM has no gate by prompt length" in packet
+    page = " ".join(product.page("matrix").split())
+    assert "send prompts of 4096 tokens and more to target-only" in page
+    assert "vLLM has no gate by prompt length" in page
 
 
 def test_t25_a_p95_below_the_first_bucket_is_seen_by_receipts(
@@ -258,6 +265,72 @@ def test_t25_a_p95_below_the_first_bucket_is_seen_by_receipts(
     assert tpot["verdict"] == "fail"
     assert tpot["estimate"]["value"] == pytest.approx(8.6 / 5.1, rel=0.02)
     assert "5.1" in tpot["why"] or "5.2" in tpot["why"]
+
+
+# --- T09, T10: the matrix ------------------------------------------------------------------------
+
+
+def swept_run(product: Product, receipts: list[Receipt], **rules: Any) -> None:
+    """A run in the store that swept these receipts."""
+    rollout = Rollout.model_validate({**ROLLOUT, "engine": "embedded", "routes": route(**rules)})
+    guardrails = load_guardrails(product.folder / "guardrails.yaml", rollout.routes)
+    config = {
+        "rollout": rollout.model_dump(mode="json"),
+        "guardrails": guardrails.model_dump(mode="json"),
+    }
+    (product.folder / "run").mkdir()
+    with Store.open(product.folder / "run" / STORE_NAME) as store:
+        run = Run("run:swept", 0, 1, "corpus:1", "rules:1", config)
+        store.begin_run(run, wall_ns=0, clock_ns=0)
+        rows = [(replace(r, run_id="run:swept"), None) for r in receipts]
+        assert store.append_receipts(rows) == len(receipts)
+        for at, (load, block) in enumerate(sorted({(load_name(r), r.block) for r in receipts})):
+            labels = (("block", str(block)), ("health", "ok"), ("load", load))
+            closed = Snapshot(at, {(ROUND_MARK, labels): 1.0})
+            store.append_samples("run:swept", Arm.TARGET_ONLY, [closed])
+
+
+def rows_by_load(told: Told) -> dict[str, dict[str, Any]]:
+    return {row["cohort"]["concurrency"]: row for row in told.json["rows"]}
+
+
+def test_t09_acceptance_length_does_not_choose_the_proposal_length(product: Product) -> None:
+    """With k 4 a step accepts (2.96 tokens against 2.38), and k 2 wins at concurrency 8."""
+    rng = np.random.default_rng(4)
+    receipts = swept(rng, 1, 1e3 / 35, {2: 1e3 / 56, 4: 1e3 / 57}, counts=T09, noise=0.1)
+    receipts += swept(rng, 8, 1e3 / 110, {2: 1e3 / 271, 4: 1e3 / 188}, counts=T09, noise=0.1)
+    swept_run(product, receipts)
+    told = product.run("matrix")
+    assert told.code == 0
+    rows = rows_by_load(told)
+    assert (rows["8"]["verdict"], rows["8"]["k"]) == ("speculate", 2)
+    lengths = {cell["k"]: cell["mean_acceptance_length"]["value"] for cell in rows["8"]["by_k"]}
+    assert lengths == {2: pytest.approx(2.38), 4: pytest.approx(2.96)}
+    assert (rows["1"]["verdict"], rows["1"]["k"]) == ("speculate", 2)
+    assert "k 4 cannot be told from it" in rows["1"]["why"]
+    assert "k 2: " in product.page("matrix")
+
+
+def test_t10_a_crossover_with_concurrency(product: Product) -> None:
+    """On up to 16, over the limit at 64; acceptance is .58 at all loads and never the cause."""
+    rng = np.random.default_rng(10)
+    receipts = []
+    for load, base, spec in ((1, 14.1, 8.9), (16, 18.8, 16.0), (32, 22.4, 23.1), (64, 30.6, 39.5)):
+        receipts += swept(rng, load, base, {4: spec}, n=16, accepted_tokens=58)
+    swept_run(product, receipts, max_tpot_p95_regression=0.05)
+    told = product.run("matrix")
+    rows = rows_by_load(told)
+    assert {load: row["verdict"] for load, row in rows.items()} == {
+        "1": "speculate",
+        "16": "speculate",
+        "32": "target_only",
+        "64": "target_only",
+    }
+    assert "over the limit of +5%" in rows["64"]["why"]
+    assert "over the limit" not in rows["32"]["why"]
+    assert "acceptance 0.58 is not the cause" in rows["64"]["why"]
+    page = " ".join(product.page("matrix").split())
+    assert "it pays up to concurrency 16" in page
 
 
 # --- T15, T17, T20, T22: replies ----------------------------------------------------------------
