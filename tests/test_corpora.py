@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from speccheck import grading
+from speccheck import corpus, grading
 from speccheck.context import read_rollout
 from speccheck.corpus import load_corpus
 from speccheck.errors import UsageError
+from speccheck.grading import checks
+from speccheck.grading.structured import CONFIG_FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "corpora" / "make"))
@@ -147,6 +149,21 @@ def test_long_prompts_are_long_and_share_their_documents():
     assert set(groups.values()) == {4}
     lengths = [len(prompt["messages"][1]["content"].split()) for prompt in prompts]
     assert max(lengths) > 3000
+
+
+def test_loader_and_grader_know_the_same_checks():
+    """A check that loads can be graded, with the same keys."""
+    assert {kind: required | optional for kind, (required, optional) in corpus._CHECKS.items()} == {
+        kind: set(keys) for kind, keys in checks._KEYS.items()
+    }
+    assert set(corpus._CONFIG_FORMATS) == set(CONFIG_FORMATS)
+
+
+def test_every_field_and_check_is_written_down():
+    """The corpora's README names each of them."""
+    text = (ROOT / "corpora" / "README.md").read_text(encoding="utf-8")
+    for name in (*corpus._REQUIRED, *corpus._OPTIONAL, *checks.KINDS):
+        assert f"`{name}`" in text, name
 
 
 def test_generator_depends_on_its_seed_only():
