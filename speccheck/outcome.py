@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from speccheck import (
     packet,
     proposal,
     revisit,
+    slices,
     sweep,
 )
 from speccheck.config import PACKAGED, Guardrails, load_rollout
@@ -252,6 +253,18 @@ class ProposedPolicy:
         return [path for path, _, _ in self.files]
 
 
+def _refused_in_slices(store: Store, run_id: str, table: matrix.Matrix) -> Iterator[matrix.Refusal]:
+    """What a replay's slices saw refused, for each route that has not met it in its own traffic."""
+    replayed = store.get_stage(run_id, Stage.REPLAY)
+    if replayed is None:
+        return
+    known = {(r.route, option) for r in table.refusals for option in r.options}
+    for route in sorted({row.cohort["route"] for row in table.rows}):
+        for name, (n, message) in slices.refused(replayed.evidence["evidence"]).items():
+            if (route, name) not in known:
+                yield matrix.Refusal(route, (name,), n, n, message)
+
+
 def propose_policy(store: Store, run_id: str, path: Path) -> ProposedPolicy:
     """An eligibility policy for the rollout file `path`, from what a run of it measured.
 
@@ -267,8 +280,9 @@ def propose_policy(store: Store, run_id: str, path: Path) -> ProposedPolicy:
             " give the --rollout that was run"
         )
     obeyed = run.config.get("eligibility")
+    table = workload(store, run_id)
     made = proposal.propose(
-        workload(store, run_id),
+        replace(table, refusals=(*table.refusals, *_refused_in_slices(store, run_id, table))),
         [f for stage in Stage for f in store.findings(run_id, stage)],
         run_id=run_id,
         routes=[route.name for route in rollout.routes],

@@ -22,7 +22,7 @@ from io import StringIO
 from typing import Any
 
 from speccheck.decision import KEPT_OFF, is_kept_off
-from speccheck.eligibility import Eligibility
+from speccheck.eligibility import KNOWN_FEATURES, Eligibility
 from speccheck.errors import UsageError
 from speccheck.guardrails import RULES
 from speccheck.matrix import Matrix, MatrixRow, Refusal
@@ -232,6 +232,8 @@ def slice_conditions(cohort: str, tasks: Collection[str]) -> dict[str, Any] | No
     {'temperature': {'above': 0}, 'task': ['sql']}
     >>> slice_conditions("concurrency 64", ())
     {'concurrency': {'at_least': 64}}
+    >>> slice_conditions("features stop", ())
+    {'features': {'any_of': ['stop']}}
     """
     found: dict[str, Any] = {}
     for part in filter(None, cohort.removeprefix(KEPT_OFF).split(", ")):
@@ -244,6 +246,8 @@ def slice_conditions(cohort: str, tasks: Collection[str]) -> dict[str, Any] | No
             found["prompt_tokens"] = dict(_PROMPTS[value])
         elif kind == "concurrency" and value.isdigit():
             found["concurrency"] = {"at_least": int(value)}
+        elif kind == "features" and value in KNOWN_FEATURES:
+            found["features"] = {"any_of": [value]}
         elif part in tasks:
             found["task"] = [part]
         else:

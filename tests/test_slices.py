@@ -22,10 +22,11 @@ from attached_pair import attached_pair
 from rule_receipts import receipt
 from scripted_server import Script, answer, refusal, spec_metrics
 
-from speccheck import client, plan, slices
+from speccheck import client, outcome, plan, slices
 from speccheck.config import ReplayConfig, SliceName, package_dir
 from speccheck.corpus import load_corpus
 from speccheck.drive import Endpoint
+from speccheck.eligibility import KNOWN_FEATURES
 from speccheck.engine.server import Server
 from speccheck.engine.settings import EngineSettings
 from speccheck.records import (
@@ -51,7 +52,7 @@ from speccheck.slices.asked import (
     stop_inside,
 )
 from speccheck.slices.checks import Check, Group, Item, Reply, check
-from speccheck.slices.judged import evidence, measure, row, summary
+from speccheck.slices.judged import evidence, measure, refused, row, summary
 from speccheck.store import Store
 
 RUN = "run:slices"
@@ -489,7 +490,8 @@ def test_a_broken_feature_is_found_and_named(arms, name, meddled, why):
     for route in failing:
         whole, *cohorts = measure({name: items}, route=route)
         assert whole.estimate.value >= 1
-        assert [m.cohort for m in cohorts] == [f"slice {found.feature}"]
+        policed = f"features {name}" if name in KNOWN_FEATURES else f"slice {found.feature}"
+        assert [m.cohort for m in cohorts] == [policed]
 
 
 def test_a_seed_that_is_not_honoured_is_reported_and_fails_nothing(arms):
@@ -638,7 +640,7 @@ def test_json_lost_in_one_slice_is_broken_although_http_says_200():
     assert (found.status, found.target_ok, found.speculative_ok) == ("broken", 29, 17)
     whole, cohort = measure({"json_schema": items}, route="chat")
     assert (whole.estimate.value, whole.estimate.n) == (12, 29)
-    assert cohort.cohort == "slice structured output, json_schema"
+    assert cohort.cohort == "features json_schema"
 
 
 STOP = stop_inside(TEXT)
@@ -773,7 +775,8 @@ def test_evidence_says_which_features_belong_on_target_only():
     statuses = {name: part["status"] for name, part in told["feature_support"].items()}
     assert statuses == {"min_p": "unsupported", "stop": "broken", "tools": "unclear"}
     assert [r["verdict"] for r in told["features"]] == ["pass", "fail", "inconclusive"]
-    assert evidence([]) == {}
+    assert refused(told) == {"min_p": (1, "parameter min_p: not yet supported")}
+    assert (evidence([]), refused({})) == ({}, {})
     assert summary(rows) == [
         "server features: 0 of 3 as on target-only",
         f"  refused: min_p: {rows[0].why}",
@@ -825,11 +828,14 @@ def test_a_replay_fails_the_route_by_the_slice_and_keeps_its_receipts(tmp_path):
         pair.run(Stage.REPLAY)
         again = [len(server.seen) for server in pair.servers.values()]
         with Store.read(pair.folder / "run" / "receipts.duckdb") as store:
+            proposed = outcome.propose_policy(store, ended.run_id, pair.rollout).policy
             told = store.get_stage(ended.run_id, Stage.REPLAY).evidence["evidence"]
             kept = store.receipts(ended.run_id, phase="slice-streaming")
     assert [row["status"] for row in told["features"]] == ["unsupported", "broken", "unclear"]
     assert "set replay.long_context_tokens" in told["features"][2]["why"]
-    assert "min_p is not" not in decision.reason
+    assert "min_p" not in decision.reason
+    kept_off = [rule.when.features for rule in proposed.rules if rule.use == "target_only"]
+    assert ("min_p",) in [features.any_of for features in kept_off if features is not None]
     assert len(kept) == 8
     chats = [
         sum(seen.path == "/v1/chat/completions" and seen.body["max_tokens"] > 1 for seen in s.seen)

@@ -21,7 +21,7 @@ from speccheck.grading import CodeExecution
 from speccheck.records import Answer, Arm, PlannedRequest, Prompt, Receipt, Stage
 from speccheck.slices.asked import BETWEEN, LONG, VARIANTS, Asker, Source, plan_slice, sources
 from speccheck.slices.checks import Group, Item, Reply, check
-from speccheck.slices.judged import Row, Status, evidence, measure, row, summary
+from speccheck.slices.judged import Row, Status, evidence, measure, refused, row, summary
 
 __all__ = [
     "Asked",
@@ -35,6 +35,7 @@ __all__ = [
     "judge",
     "measure",
     "n_requests",
+    "refused",
     "row",
     "rows",
     "summary",

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from speccheck.config import SliceName
+from speccheck.eligibility import KNOWN_FEATURES
 from speccheck.records import Estimate, Measurement, Stage
 from speccheck.slices.asked import VARIANTS
 from speccheck.slices.checks import Check, Item
@@ -63,6 +64,8 @@ class Row:
     why: str
     examples: tuple[str, ...] = ()
     """Receipt ids of what went wrong, on the speculative arm."""
+    message: str = ""
+    """What the speculative server says where it refuses."""
 
 
 def row(name: SliceName, items: Sequence[Item], missing: str = "") -> Row:
@@ -84,6 +87,7 @@ def row(name: SliceName, items: Sequence[Item], missing: str = "") -> Row:
         len(right),
         why,
         tuple(i.receipt_id for i in shown[:5]),
+        refused[0].speculative.why if refused else "",
     )
 
 
@@ -161,7 +165,8 @@ def measure(
 ) -> list[Measurement]:
     """Metric slice_failures of a route: requests that target-only serves rightly, this arm not.
 
-    For all slices together and for each by itself (cohort "slice ..."). With `kept_off` only what
+    For all slices together and for each that fails (cohort "features stop", "slice warm prefix
+    cache"). With `kept_off` only what
     the eligibility policy keeps off the speculative arm. An exact count, without chance in it.
     """
     mine = {
@@ -173,8 +178,13 @@ def measure(
         broken = [i for i in items if _is_broken(i)]
         if broken:
             note = _told(name, broken, "speculative")
-            made.append(_measurement(f"slice {LABELS[name]}", route, items, note))
+            made.append(_measurement(_cohort(name), route, items, note))
     return made
+
+
+def _cohort(name: SliceName) -> str:
+    """A slice as a cohort: in the words of the eligibility policy where it can keep it off."""
+    return f"features {name}" if name in KNOWN_FEATURES else f"slice {LABELS[name]}"
 
 
 def _measurement(cohort: str, route: str, items: Sequence[Item], note: str) -> Measurement:
@@ -198,15 +208,30 @@ def _measurement(cohort: str, route: str, items: Sequence[Item], note: str) -> M
 def evidence(rows: Sequence[Row]) -> dict[str, Any]:
     """For the packet (`features`) and the eligibility policy (`feature_support`); else nothing.
 
-    `feature_support` maps each slice to its status and the reason: what is "unsupported" or
-    "broken" on the speculative arm belongs on target-only. Names are those of `Receipt.features`
-    and of `eligibility.KNOWN_FEATURES` where the slice is a sampling feature.
+    `feature_support` maps each slice to its status, the reason, the number of requests and what a
+    refusing server says: what is "unsupported" or "broken" belongs on target-only. Names are those
+    of `Receipt.features` and of `eligibility.KNOWN_FEATURES` where the slice is a sampling feature.
     """
     if not rows:
         return {}
     return {
         "features": [{**asdict(r), "verdict": VERDICTS[r.status]} for r in rows],
-        "feature_support": {r.slice: {"status": r.status, "why": r.why} for r in rows},
+        "feature_support": {
+            r.slice: {"status": r.status, "why": r.why, "n": r.n, "message": r.message}
+            for r in rows
+        },
+    }
+
+
+def refused(found: Mapping[str, Any]) -> dict[str, tuple[int, str]]:
+    """Sampling features that the speculative arm alone refuses: name -> (requests, its message).
+
+    `found` is a replay's evidence; empty where it tried no slices.
+    """
+    return {
+        name: (part["n"], part["message"])
+        for name, part in found.get("feature_support", {}).items()
+        if part["status"] == "unsupported" and name in KNOWN_FEATURES
     }
 
 
