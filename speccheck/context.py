@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from speccheck import __version__, eligibility, launch, store, vllm
+from speccheck import __version__, eligibility, launch, store, telemetry, vllm
 from speccheck.config import (
     PACKAGED,
     Guardrails,
@@ -33,10 +33,9 @@ from speccheck.config import (
     resolve,
 )
 from speccheck.corpus import Corpus, load_corpus
-from speccheck.drive import Endpoint, MonotonicClock, Written, drive
+from speccheck.drive import DriveReport, Endpoint, MonotonicClock, Written, drive
 from speccheck.engine.settings import MAX_PROPOSAL_LENGTH
 from speccheck.errors import StoreError, UsageError
-from speccheck.health import ClientHealth
 from speccheck.plan import remaining
 from speccheck.records import Arm, ArmDescription, PlannedRequest, Prompt, Receipt, Stage, digest
 
@@ -83,8 +82,6 @@ class RunContext:
     report: Reporter
     policy: eligibility.Eligibility | None = None
     """Which requests may speculate; None: all."""
-    health: list[ClientHealth] = field(default_factory=list)
-    """Of every drive since the stage began; `run_stage` empties it."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _arms: launch.Arms | None = None
     _tokens: dict[str, int] = field(default_factory=dict)
@@ -211,23 +208,48 @@ class RunContext:
         def write(batch: Sequence[Written]) -> None:
             self.store.append_receipts(batch)
 
+        async def driven(
+            endpoints: Mapping[Arm, Endpoint],
+        ) -> tuple[DriveReport, dict[Arm, telemetry.Counted | str]]:
+            before = await self._scrape()
+            report = await drive(
+                left,
+                endpoints,
+                clock=MonotonicClock(),
+                run_id=self.run_id,
+                write=write,
+                on_receipt=finished,
+                should_send=decided,
+                give_up_after=give_up_after,
+                limits=self.rollout.client_limits,
+            )
+            return report, _counted(before, await self._scrape())
+
         with self.report.phase(label, len(left)):
             if not left:
                 return
-            report = asyncio.run(
-                drive(
-                    left,
-                    self.endpoints(),
-                    clock=MonotonicClock(),
-                    run_id=self.run_id,
-                    write=write,
-                    on_receipt=finished,
-                    should_send=decided,
-                    give_up_after=give_up_after,
-                    limits=self.rollout.client_limits,
-                )
-            )
-        self.health.append(report.health)
+            report, counters = asyncio.run(driven(self.endpoints()))
+        sent = [request for request in left if not request.warm_up]
+        speculated = {request.route for request in left if request.arm is Arm.SPECULATIVE}
+        self.store.append_drive(
+            self.run_id,
+            store.DriveRecord(
+                stage=left[0].stage,
+                label=label,
+                routes=tuple(sorted(speculated)),
+                completed=report.completed - (len(left) - len(sent)),
+                health=report.health,
+                counters=counters,
+            ),
+        )
+
+    async def _scrape(self) -> dict[Arm, telemetry.Snapshot | str]:
+        pair = self.arms()
+        return await telemetry.scrape_all(
+            {arm.arm: arm.url for arm in pair},
+            now_ns=time.perf_counter_ns,
+            api_key=pair.api_key,
+        )
 
     def _enforce_policy(
         self, plan: Sequence[PlannedRequest]
@@ -298,6 +320,20 @@ class RunContext:
             (self.out / name).write_text(text, encoding="utf-8")
         except OSError as error:
             raise StoreError(f"{self.out / name}: cannot be written ({error.strerror})") from None
+
+
+def _counted(
+    before: Mapping[Arm, telemetry.Snapshot | str], after: Mapping[Arm, telemetry.Snapshot | str]
+) -> dict[Arm, telemetry.Counted | str]:
+    """Per arm what its server counted between two scrapes, or why one of them failed."""
+    found: dict[Arm, telemetry.Counted | str] = {}
+    for arm, first in before.items():
+        last = after[arm]
+        if isinstance(first, str) or isinstance(last, str):
+            found[arm] = first if isinstance(first, str) else str(last)
+        else:
+            found[arm] = telemetry.counted(telemetry.difference(first, last))
+    return found
 
 
 def latest_arms(opened: store.Store, run_id: str) -> dict[Arm, ArmDescription]:
@@ -547,7 +583,7 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
             # The machine may have had an update since; another one is refused before it measures.
             machine = opened.run(run_id).config["machine"]
             begun = replace(begun, config={**begun.config, "machine": machine})
-        opened.begin_run(begun, wall_ns=now, clock_ns=time.perf_counter_ns())
+        opened.begin_run(begun, wall_ns=now, clock_ns=time.perf_counter_ns(), boot=launch.boot_id())
         context = RunContext(path, rollout, guardrails, corpus, opened, run_id, out, report, policy)
         with context._stack:  # noqa: SLF001 (ours)
             yield context

@@ -328,6 +328,14 @@ def render(
     return {name: value.get(name) for name in ("count", "tokens")}
 
 
+def boot_id() -> str:
+    """Which start of this machine its monotonic clock counts from; empty where it does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""
+
+
 def captured_names(pair: Arms) -> set[str]:
     """Names that a difference between these arms can have; empty where servers report nothing."""
     names = {name for arm in pair for name in flat(arm.config)}

@@ -84,6 +84,8 @@ class Outcome:
                     "counts": result.evidence["counts"],
                     "client_health": result.evidence["client_health"],
                     **_features(result),
+                    "server_counters": result.evidence["server_counters"],
+                    "notes": result.evidence["notes"],
                 }
                 for name, result in self.stages.items()
             },

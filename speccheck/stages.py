@@ -37,6 +37,7 @@ from speccheck import (
     stats,
     store,
     tables,
+    tally,
 )
 from speccheck.config import Route, package_dir, resolve
 from speccheck.context import (
@@ -118,7 +119,6 @@ def run_stage(run: RunContext, stage: Stage, *, stop_early: bool) -> None:
         raise UsageError(f"{stage}: not run: {why}; --keep-going runs it all the same")
     routes = [r for r in run.rollout.routes if not stop_early or _passed(run, stage, r.name)]
     run.report.stage(stage, _HEADINGS[stage])
-    run.health.clear()
     started = _now()
     judged = _STAGES[stage](run, routes)
     _keep(run, stage, judged, started)
@@ -507,6 +507,13 @@ def _judge_route(
     `excluded` is measured where the eligibility policy keeps requests off: it is judged and shown,
     and does not count.
     """
+    measured = tally.with_counters(
+        measured,
+        run.store.drives(run.run_id, stage),
+        run.store.receipts(run.run_id, stage=stage),
+        stage=stage,
+        route=route,
+    )
     health = _health(run, stage)
     why = "" if health["valid"] else str(health["reasons"][0])
     late, held = (why, "") if health["is_late"] else ("", why)
@@ -598,6 +605,7 @@ def _keep(run: RunContext, stage: Stage, judged: Judged, started: str) -> None:
         for made in judged.decisions
         if made.action is not Action.PROMOTE
     ]
+    counters, notes = _counters(run, stage)
     evidence = {
         "verdict": verdict.word,
         "reasons": reasons,
@@ -605,7 +613,8 @@ def _keep(run: RunContext, stage: Stage, judged: Judged, started: str) -> None:
         "finished": _now(),
         "counts": _counts(receipts),
         "client_health": _health(run, stage),
-        "notes": judged.notes,
+        "server_counters": to_json(counters),
+        "notes": [*judged.notes, *notes],
         "evidence": to_json(judged.evidence),
     }
     run.store.put_stage(store.StageResult(run.run_id, stage, time.time_ns(), verdict, evidence))
@@ -619,18 +628,23 @@ def _counts(receipts: Sequence[Receipt]) -> dict[str, int]:
 
 
 def _health(run: RunContext, stage: Stage) -> dict[str, Any]:
-    """`packet.ClientHealth` of a stage, from all its receipts.
-
-    Stalls and CPU are known for what this process drove; else what an earlier one kept is shown.
-    """
+    """`packet.ClientHealth` of a stage, from all its receipts and drives, of every process."""
     if stage is Stage.FIXTURE:
         return {"not_measured": "no requests are sent"}
-    before = run.store.get_stage(run.run_id, stage)
-    if not run.health and before is not None:
-        kept: dict[str, Any] = before.evidence["client_health"]
-        return kept
+    drives = [drive.health for drive in run.store.drives(run.run_id, stage)]
     receipts = run.store.receipts(run.run_id, stage=stage, warm_up=False)
-    return asdict(pooled_health(run.health, receipts, run.rollout.client_limits))
+    return asdict(pooled_health(drives, receipts, run.rollout.client_limits))
+
+
+def _counters(run: RunContext, stage: Stage) -> tuple[dict[str, Any], list[str]]:
+    """`packet.ServerCounters` by arm, and what has to be said about them."""
+    if stage is Stage.FIXTURE:
+        return {"not_measured": "no requests are sent"}, []
+    drives = run.store.drives(run.run_id, stage)
+    receipts = run.store.receipts(run.run_id, stage=stage)
+    counters = tally.beside_receipts(drives, receipts)
+    notes = (tally.cut_off_note(drives, receipts), tally.histogram_note(counters))
+    return counters, [note for note in notes if note]
 
 
 def _now() -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import threading
@@ -26,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from speccheck.errors import StoreError, UsageError
+from speccheck.health import ClientHealth
 from speccheck.records import (
     Action,
     Answer,
@@ -41,14 +43,14 @@ from speccheck.records import (
     canonical_json,
     digest,
 )
-from speccheck.telemetry import Snapshot
+from speccheck.telemetry import Counted, Snapshot
 
 if TYPE_CHECKING:
     import duckdb
 
-STORE_VERSION = 3
+STORE_VERSION = 4
 """Version of SCHEMA. History: 1, the first; 2, verify steps and details of answers; 3, preferences
-of judges and reviewers."""
+of judges and reviewers; 4, drives, and the boot of each anchor."""
 
 SCHEMA = """
 CREATE TABLE store_version (
@@ -69,7 +71,21 @@ CREATE TABLE runs (
 CREATE TABLE anchors (
     run_id VARCHAR NOT NULL,           -- the run
     wall_ns BIGINT NOT NULL,           -- wall clock, ns since 1970-01-01 UTC
-    clock_ns BIGINT NOT NULL           -- the clock of receipts (perf_counter_ns), read together
+    clock_ns BIGINT NOT NULL,          -- the monotonic clock (perf_counter_ns), read together
+    boot VARCHAR NOT NULL              -- since when that clock counts: the machine's boot id
+);
+
+-- One row per drive: a part of a stage that one process sent, written when it had ended.
+CREATE TABLE drives (
+    run_id VARCHAR NOT NULL,           -- the run
+    seq BIGINT NOT NULL,               -- order within the run
+    stage VARCHAR NOT NULL,            -- stage
+    label VARCHAR NOT NULL,            -- in words
+    routes VARCHAR[] NOT NULL,         -- whose requests went to the speculative arm
+    completed BIGINT NOT NULL,         -- requests, warm-up left out
+    health VARCHAR NOT NULL,           -- JSON: the client's health
+    counters VARCHAR NOT NULL,         -- JSON: per arm what the server counted, or why not
+    PRIMARY KEY (run_id, seq)
 );
 
 -- What each arm really ran, as captured from server and launcher.
@@ -139,7 +155,7 @@ CREATE TABLE receipts (
     acceptance_histogram BIGINT[],     -- entry j: verify steps that accepted exactly j
     counts_source VARCHAR NOT NULL,    -- engine, counters, estimated or none
     counts_note VARCHAR NOT NULL,      -- why there are no counts
-    scheduled_ns BIGINT NOT NULL,      -- intended send time, monotonic clock (see anchors)
+    scheduled_ns BIGINT NOT NULL,      -- intended send time, clock of the run's first anchor
     sent_ns BIGINT,                    -- real send time
     first_token_ns BIGINT,             -- first chunk with token ids (else content or reasoning)
     first_content_ns BIGINT,           -- first chunk with visible text
@@ -271,7 +287,7 @@ CREATE TABLE stages (
 CREATE TABLE samples (
     run_id VARCHAR NOT NULL,           -- the run
     arm VARCHAR NOT NULL,              -- whose server
-    at_ns BIGINT NOT NULL,             -- monotonic clock of receipts
+    at_ns BIGINT NOT NULL,             -- clock of receipts
     name VARCHAR NOT NULL,             -- series, as in /metrics
     labels VARCHAR NOT NULL,           -- JSON
     value DOUBLE NOT NULL,             -- as read
@@ -283,6 +299,9 @@ Format = Literal["csv", "parquet", "jsonl"]
 Filter = str | int | bool | None | Sequence[str] | Sequence[int]
 
 _TABLES = tuple(re.findall(r"CREATE TABLE (\w+)", SCHEMA))
+_CLOCK_FIELDS = (
+    *("scheduled_ns", "sent_ns", "first_token_ns", "first_content_ns", "last_token_ns", "done_ns"),
+)
 _TIMES = ("ttft_s", "e2e_s", "effective_s", "queue_age_s", "lag_s", "tpot_s")
 _RECEIPT_FIELDS = tuple(field.name for field in fields(Receipt))
 _COLUMNS = (*_RECEIPT_FIELDS, *_TIMES)
@@ -312,6 +331,34 @@ class StageResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Anchor:
+    """One process's clocks, read together, in ns; `boot` says since when the monotonic one counts.
+
+    An empty boot is unknown and taken for the same one.
+    """
+
+    wall_ns: int
+    clock_ns: int
+    boot: str
+
+
+@dataclass(frozen=True, slots=True)
+class DriveRecord:
+    """A part of a stage that one process sent, once it had ended.
+
+    `routes` are those whose requests went to the speculative arm, `completed` leaves warm-up out,
+    `counters` holds per arm what its server counted meanwhile, or why that is not known.
+    """
+
+    stage: str
+    label: str
+    routes: tuple[str, ...]
+    completed: int
+    health: ClientHealth
+    counters: Mapping[Arm, Counted | str]
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedDecision:
     """A decision with its place in the run's hash chain."""
 
@@ -334,6 +381,8 @@ class Store:
         self._connection = connection
         self._lock = threading.RLock()
         self._structures: dict[str, str] = {}
+        self._shifts: dict[str, int] = {}
+        """Run -> what this process adds to its clock: see `run_clock_ns`."""
 
     # --- opening --------------------------------------------------------------------------------
 
@@ -406,13 +455,15 @@ class Store:
 
     # --- runs and arms --------------------------------------------------------------------------
 
-    def begin_run(self, run: Run, *, wall_ns: int, clock_ns: int) -> None:
+    def begin_run(self, run: Run, *, wall_ns: int, clock_ns: int, boot: str = "") -> None:
         """Register a run, or come back to it, and anchor this process's clock.
 
         Args:
             run: what the run is; when it exists already, digests, seed and config must agree.
             wall_ns: wall clock now, ns since 1970-01-01 UTC.
             clock_ns: the receipts' monotonic clock, read at the same moment.
+            boot: since when that clock counts; after a restart of the machine it begins anew, and
+                what this process writes is put on the clock of the run's first one.
 
         Raises:
             UsageError: where the run exists under the same id and anything but its creation time
@@ -444,8 +495,21 @@ class Store:
                         f"{', '.join(changed)}; a change is a new run, so give it a new name"
                     )
             connection.execute(
-                "INSERT INTO anchors VALUES (?, ?, ?)", [run.run_id, wall_ns, clock_ns]
+                "INSERT INTO anchors VALUES (?, ?, ?, ?)", [run.run_id, wall_ns, clock_ns, boot]
             )
+        first = self.anchors(run.run_id)[0]
+        self._shifts[run.run_id] = (
+            0
+            if first.boot in ("", boot) or not boot
+            else (wall_ns - clock_ns) - (first.wall_ns - first.clock_ns)
+        )
+
+    def run_clock_ns(self, run_id: str, clock_ns: int) -> int:
+        """A time of this process on the clock of the run, which is that of its first process.
+
+        They are one clock until the machine is started again; then the wall clock joins them.
+        """
+        return clock_ns + self._shifts.get(run_id, 0)
 
     def runs(self) -> list[Run]:
         """All runs, newest last."""
@@ -468,12 +532,12 @@ class Store:
         rows = self._rows("SELECT * FROM runs WHERE run_id = ?", [run_id])
         return _run(rows[0]) if rows else None
 
-    def anchors(self, run_id: str) -> list[tuple[int, int]]:
-        """(wall ns, monotonic ns) of each process that wrote to the run, in order."""
+    def anchors(self, run_id: str) -> list[Anchor]:
+        """The clocks of each process that wrote to the run, in order."""
         rows = self._rows(
-            "SELECT wall_ns, clock_ns FROM anchors WHERE run_id = ? ORDER BY rowid", [run_id]
+            "SELECT wall_ns, clock_ns, boot FROM anchors WHERE run_id = ? ORDER BY rowid", [run_id]
         )
-        return [(wall_ns, clock_ns) for wall_ns, clock_ns in rows]
+        return [Anchor(*row) for row in rows]
 
     def put_arm(self, run_id: str, description: ArmDescription) -> None:
         """Record what an arm ran; the same description again changes nothing."""
@@ -518,7 +582,9 @@ class Store:
         """
         if not batch:
             return 0
-        receipts = [_receipt_row(receipt) for receipt, _ in batch]
+        receipts = [
+            _receipt_row(receipt, self._shifts.get(receipt.run_id, 0)) for receipt, _ in batch
+        ]
         answers = [
             asdict(a) | {"details": None if a.details is None else canonical_json(a.details)}
             for _, a in batch
@@ -761,13 +827,43 @@ class Store:
 
     # --- telemetry ------------------------------------------------------------------------------
 
+    def append_drive(self, run_id: str, drive: DriveRecord) -> None:
+        """Keep how a drive went. One that did not end (a killed process) has no row."""
+        counters = {
+            arm: one if isinstance(one, str) else asdict(one) for arm, one in drive.counters.items()
+        }
+        with self._writing() as connection:
+            connection.execute(
+                "INSERT INTO drives SELECT ?, count(*), ?, ?, ?, ?, ?, ? FROM drives "
+                "WHERE run_id = ?",
+                [
+                    run_id,
+                    drive.stage,
+                    drive.label,
+                    list(drive.routes),
+                    drive.completed,
+                    canonical_json(_finite(asdict(drive.health))),
+                    canonical_json(counters),
+                    run_id,
+                ],
+            )
+
+    def drives(self, run_id: str, stage: str) -> list[DriveRecord]:
+        """The drives of a stage that ended, in order, of every process that sent for it."""
+        rows = self._rows(
+            "SELECT stage, label, routes, completed, health, counters FROM drives "
+            "WHERE run_id = ? AND stage = ? ORDER BY seq",
+            [run_id, stage],
+        )
+        return [_drive(row) for row in rows]
+
     def append_samples(self, run_id: str, arm: Arm, snapshots: Sequence[Snapshot]) -> None:
         """Keep scrapes of an arm's server. NaN samples are left out, as absent."""
         rows = [
             {
                 "run_id": run_id,
                 "arm": arm,
-                "at_ns": snapshot.taken_ns,
+                "at_ns": self.run_clock_ns(run_id, snapshot.taken_ns),
                 "name": name,
                 "labels": canonical_json(dict(labels)),
                 "value": value,
@@ -1036,8 +1132,11 @@ def _tuple(values: list[int] | None) -> tuple[int, ...] | None:
     return None if values is None else tuple(values)
 
 
-def _receipt_row(receipt: Receipt) -> dict[str, Any]:
-    return {name: getattr(receipt, name) for name in _RECEIPT_FIELDS}
+def _receipt_row(receipt: Receipt, shift_ns: int) -> dict[str, Any]:
+    row = {name: getattr(receipt, name) for name in _RECEIPT_FIELDS}
+    if shift_ns:
+        row |= {name: row[name] + shift_ns for name in _CLOCK_FIELDS if row[name] is not None}
+    return row
 
 
 _HISTOGRAM = _RECEIPT_FIELDS.index("acceptance_histogram")
@@ -1115,6 +1214,35 @@ def _finding(value: Mapping[str, Any]) -> Finding:
 def _in_words(value: Any) -> Any:
     is_odd = isinstance(value, float) and not np.isfinite(value)
     return str(value) if is_odd else value
+
+
+def _drive(row: tuple[Any, ...]) -> DriveRecord:
+    stage, label, routes, completed, health, counters = row
+    seen: dict[str, Any] = {
+        name: math.nan if x is None else x for name, x in json.loads(health).items()
+    }
+    return DriveRecord(
+        stage=stage,
+        label=label,
+        routes=tuple(routes),
+        completed=completed,
+        health=ClientHealth(**seen | {"reasons": tuple(seen["reasons"])}),
+        counters={
+            Arm(arm): one if isinstance(one, str) else _counted(one)
+            for arm, one in json.loads(counters).items()
+        },
+    )
+
+
+def _counted(value: Mapping[str, Any]) -> Counted:
+    positions = value["accepted_per_position"]
+    return Counted(
+        **{
+            **value,
+            "accepted_per_position": None if positions is None else tuple(positions),
+            "resets": tuple(value["resets"]),
+        }
+    )
 
 
 def _decision(row: tuple[Any, ...]) -> RecordedDecision:

@@ -21,6 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from speccheck.client import api_url
 from speccheck.errors import EngineError
+from speccheck.records import Arm
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """Sample name and labels sorted by name."""
@@ -30,6 +31,10 @@ DRAFT_TOKENS = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED_TOKENS = "vllm:spec_decode_num_accepted_tokens_total"
 ACCEPTED_PER_POSITION = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
 GENERATION_TOKENS = "vllm:generation_tokens_total"
+PROMPT_TOKENS = "vllm:prompt_tokens_total"
+FINISHED = "vllm:request_success_total"
+PREEMPTIONS = "vllm:num_preemptions_total"
+TPOT_BUCKETS = "vllm:request_time_per_output_token_seconds_bucket"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 
@@ -41,14 +46,27 @@ WATCHED = (
     GENERATION_TOKENS,
     RUNNING,
     WAITING,
-    "vllm:prompt_tokens_total",
+    PROMPT_TOKENS,
     "vllm:kv_cache_usage_perc",
-    "vllm:num_preemptions_total",
+    PREEMPTIONS,
     "vllm:prefix_cache_queries_total",
     "vllm:prefix_cache_hits_total",
-    "vllm:request_success_total",
+    FINISHED,
 )
 """What a background sampler keeps: a whole page takes long enough to parse to delay chunks."""
+
+_TALLIED = (
+    DRAFTS,
+    DRAFT_TOKENS,
+    ACCEPTED_TOKENS,
+    ACCEPTED_PER_POSITION,
+    GENERATION_TOKENS,
+    PROMPT_TOKENS,
+    FINISHED,
+    PREEMPTIONS,
+)
+TALLIED = (*_TALLIED, *(n.removesuffix("_total") + "_created" for n in _TALLIED), TPOT_BUCKETS)
+"""What is read before and after a drive; `_created` tells a restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +126,28 @@ class SpecCounters:
     resets: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What a server counted while requests were driven: `SpecCounters` and what goes with them.
+
+    None where the server has no such series; sums over engines. `finished` is by reason,
+    `tpot_buckets` are the cumulative counts of TPOT by upper border in seconds, as text.
+    """
+
+    seconds: float
+    drafts: int | None
+    draft_tokens: int | None
+    accepted_tokens: int | None
+    accepted_per_position: tuple[int, ...] | None
+    generation_tokens: int | None
+    prompt_tokens: int | None
+    preemptions: int | None
+    finished: Mapping[str, int]
+    tpot_buckets: Mapping[str, int]
+    resets: tuple[str, ...]
+    """Engines that restarted: what they counted before is lost."""
+
+
 # --- scraping -----------------------------------------------------------------------------------
 
 
@@ -161,8 +201,29 @@ async def scrape(
     except TimeoutError:
         raise EngineError(f"{url}: no answer within {timeout_s:g} s") from None
     except (aiohttp.ClientError, OSError) as error:
-        raise EngineError(f"{url}: {error or type(error).__name__}") from error
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise EngineError(f"{url}: {said}") from error
     return parse_metrics(text, taken_ns, names)
+
+
+async def scrape_all(
+    urls: Mapping[Arm, str], *, now_ns: Callable[[], int], api_key: str | None = None
+) -> dict[Arm, Snapshot | str]:
+    """What each arm's server has counted so far, or why it does not tell; never an error.
+
+    Many servers have no /metrics: that must neither end a run nor pass for zeros.
+    """
+
+    async def one(session: aiohttp.ClientSession, url: str) -> Snapshot | str:
+        try:
+            return await scrape(session, url, now_ns=now_ns, names=TALLIED, api_key=api_key)
+        except EngineError as error:
+            # Without the address: what is said here reaches packets, and a URL may hold a password.
+            return str(error).replace(api_url(url, "/metrics"), "/metrics")
+
+    async with aiohttp.ClientSession() as session:
+        found = await asyncio.gather(*(one(session, url) for url in urls.values()))
+    return dict(zip(urls, found, strict=True))
 
 
 async def sample(
@@ -243,6 +304,59 @@ def spec_counters(change: Difference) -> SpecCounters:
     )
 
 
+def counted(change: Difference) -> Counted:
+    """A difference in the figures that receipts can be held against."""
+    spec = spec_counters(change)
+    return Counted(
+        seconds=change.seconds,
+        drafts=spec.drafts,
+        draft_tokens=spec.draft_tokens,
+        accepted_tokens=spec.accepted_tokens,
+        accepted_per_position=spec.accepted_per_position,
+        generation_tokens=spec.generation_tokens,
+        prompt_tokens=_whole(change.total(PROMPT_TOKENS)),
+        preemptions=_whole(change.total(PREEMPTIONS)),
+        finished=_rounded(change.by_label(FINISHED, "finished_reason")),
+        tpot_buckets=_rounded(change.by_label(TPOT_BUCKETS, "le")),
+        resets=change.resets,
+    )
+
+
+def together(several: Sequence[Counted]) -> Counted:
+    """The same figures summed over drives; one that is missing in any of them is missing.
+
+    Raises:
+        ValueError: nothing to sum.
+    """
+    if not several:
+        raise ValueError("no counts to sum")
+
+    def total(name: str) -> int | None:
+        values = [getattr(one, name) for one in several]
+        return None if None in values else sum(values)
+
+    def merged(name: str) -> dict[str, int]:
+        keys = dict.fromkeys(key for one in several for key in getattr(one, name))
+        return {key: sum(getattr(one, name).get(key, 0) for one in several) for key in keys}
+
+    positions = [one.accepted_per_position for one in several]
+    return Counted(
+        seconds=math.fsum(one.seconds for one in several),
+        drafts=total("drafts"),
+        draft_tokens=total("draft_tokens"),
+        accepted_tokens=total("accepted_tokens"),
+        accepted_per_position=None
+        if None in positions
+        else tuple(map(sum, itertools.zip_longest(*(p or () for p in positions), fillvalue=0))),
+        generation_tokens=total("generation_tokens"),
+        prompt_tokens=total("prompt_tokens"),
+        preemptions=total("preemptions"),
+        finished=merged("finished"),
+        tpot_buckets=merged("tpot_buckets"),
+        resets=tuple(engine for one in several for engine in one.resets),
+    )
+
+
 def stalled_for_s(snapshots: Sequence[Snapshot]) -> float | None:
     """How long, up to the last snapshot, requests have been running without one token coming.
 
@@ -280,6 +394,10 @@ def _by_label(samples: Mapping[Series, float], name: str, label: str) -> dict[st
         if series == name and key is not None:
             sums[key] = sums.get(key, 0.0) + value
     return sums
+
+
+def _rounded(values: Mapping[str, float]) -> dict[str, int]:
+    return {key: round(value) for key, value in values.items()}
 
 
 def _whole(value: float | None) -> int | None:

@@ -1010,9 +1010,46 @@ def stage(verdict: str, evidence: Mapping[str, Any], **changes: Any) -> dict[str
             "machine_cpu_share": None,
             "held_requests": 0,
         },
+        "server_counters": server_counters(),
         "notes": [],
         "evidence": evidence,
     } | changes
+
+
+def server_counters() -> dict[str, Any]:
+    """`ServerCounters` of an arm that agrees and of one that does not; T20's receipts."""
+    explained = "40 of 100 requests carry none: ended on a stop string"
+    return {
+        "target_only": {"not_measured": "/metrics: HTTP 404; is /metrics turned on?"},
+        "speculative": {
+            "rows": [
+                {
+                    "quantity": "generated tokens",
+                    "server": 9_600,
+                    "receipts": 9_600,
+                    "gap": 0,
+                    "why": "they agree",
+                },
+                {
+                    "quantity": "drafted tokens",
+                    "server": 15_000,
+                    "receipts": 9_000,
+                    "gap": 6_000,
+                    "why": explained,
+                },
+                {
+                    "quantity": "verify steps",
+                    "server": None,
+                    "receipts": 2_250,
+                    "gap": None,
+                    "why": "the server has no such counter",
+                },
+            ],
+            "resets": [],
+            "acceptance": estimate(0.61, 0.53, 0.69, 100, "counters"),
+            "tpot_p95": {"low_s": 0.0, "high_s": 0.01},
+        },
+    }
 
 
 def fixture_evidence() -> dict[str, Any]:
@@ -1094,6 +1131,7 @@ def realistic(
                 fixture_evidence(),
                 counts={},
                 client_health={"not_measured": "no requests are sent"},
+                server_counters={"not_measured": "no requests are sent"},
             ),
             "replay": stage(
                 "fail",

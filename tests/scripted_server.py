@@ -205,8 +205,8 @@ def refusal(status: int, message: str, param: str | None = None) -> Script:
 class ScriptedServer:
     """Runs in a thread with an event loop of its own. `script` answers each request.
 
-    `script` gets the request body and how many came before. `/metrics` serves `metrics_text`, a GET
-    of one of `pages` its JSON; any other GET is 404.
+    `script` gets the request body and how many came before. `/metrics` serves `metrics_text` if it
+    is not None, a GET of one of `pages` its JSON; any other GET is 404.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class ScriptedServer:
     ) -> None:
         self.script = script
         self.pages = pages or {}
-        self.metrics_text = ""
+        self.metrics_text: str | None = "# nothing counted\n"
         self.seen: list[Seen] = []
         self.url = ""
         self._connections = 0
@@ -274,7 +274,7 @@ class ScriptedServer:
         path = request_line.split(" ")[1]
         body = json.loads(raw) if raw else {}
         seen = Seen(path, headers, body, time.perf_counter_ns(), connection=number)
-        if path == "/metrics":
+        if path == "/metrics" and self.metrics_text is not None:
             script = Script([self.metrics_text.encode()], content_type="text/plain")
         elif request_line.startswith("GET") and path in self.pages:
             page = json.dumps(self.pages[path]).encode()

@@ -45,6 +45,7 @@ ORDER = [
     "drift",
     "measure",
     "speed",
+    "tally",
     "calibration",
     "cells",
     "matrix",

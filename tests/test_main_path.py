@@ -140,6 +140,17 @@ def test_the_policy_decides_who_speculates(finished: tuple[Path, dict]) -> None:
     assert "rule 'long': too long" in replayed
 
 
+def test_the_servers_own_counters_agree(finished: tuple[Path, dict]) -> None:
+    """What the embedded engines counted in shadow and canary is what the receipts say, exactly."""
+    _, told = finished
+    for stage in ("shadow", "canary"):
+        counters = told["stages"][stage]["server_counters"]
+        for arm in ("target_only", "speculative"):
+            assert {row["gap"] for row in counters[arm]["rows"]} == {0}, counters[arm]
+        drafted = [row["quantity"] for row in counters["speculative"]["rows"]]
+        assert "drafted tokens" in drafted
+
+
 def test_the_same_command_again_sends_nothing(finished: tuple[Path, dict]) -> None:
     """A finished run is only judged again: no new receipt, the same decisions."""
     folder, told = finished

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 from speccheck import store as store_module
 from speccheck.errors import StoreError, UsageError
+from speccheck.health import ClientHealth
 from speccheck.records import (
     Action,
     Answer,
@@ -35,8 +36,8 @@ from speccheck.records import (
     Verdict,
     digest,
 )
-from speccheck.store import SCHEMA, STORE_VERSION, Run, StageResult, Store
-from speccheck.telemetry import Snapshot
+from speccheck.store import SCHEMA, STORE_VERSION, Anchor, DriveRecord, Run, StageResult, Store
+from speccheck.telemetry import Counted, Snapshot
 
 RUN = Run("run-1", 1_000, 7, "corpus:a", "rules:b", {"stages": ["replay"], "k": 4})
 ARM = ArmDescription(Arm.SPECULATIVE, "http://s", "scripted 1", "target", {"k": 4}, {"argv": ["a"]})
@@ -388,10 +389,73 @@ def test_times_in_sql_are_the_times_of_the_record(shared, batch):
 # --- runs, arms, stages, samples ----------------------------------------------------------------
 
 
+def test_after_a_restart_of_the_machine_a_run_keeps_its_clock(tmp_path):
+    """The monotonic clock begins anew; what is written then stands on the clock of the first boot.
+
+    Begun at wall 1000 with clock 700 of boot A; resumed at wall 5000 with clock 100 of boot B.
+    """
+    path = tmp_path / "s.duckdb"
+    with Store.open(path) as store:
+        store.begin_run(RUN, wall_ns=1000, clock_ns=700, boot="A")
+        store.append_receipts([(receipt(0, scheduled_ns=710, sent_ns=711, done_ns=720), None)])
+    with Store.open(path) as store:
+        store.begin_run(RUN, wall_ns=2000, clock_ns=1690, boot="A")  # 10 ns of drift are no restart
+        assert store.run_clock_ns("run-1", 1700) == 1700
+    with Store.open(path) as store:
+        store.begin_run(RUN, wall_ns=5000, clock_ns=100, boot="B")
+        assert store.run_clock_ns("run-1", 100) == 4700
+        late = receipt(1, scheduled_ns=150, sent_ns=151, first_token_ns=None, done_ns=160)
+        store.append_receipts([(late, None)])
+        store.append_samples("run-1", Arm.SPECULATIVE, [Snapshot(170, {("x", ()): 1.0})])
+        first, second = store.receipts("run-1")
+        assert (first.scheduled_ns, second.scheduled_ns) == (710, 4750)
+        assert (second.sent_ns, second.first_token_ns, second.done_ns) == (4751, None, 4760)
+        assert store.snapshots("run-1", Arm.SPECULATIVE)[0].taken_ns == 4770
+        assert [anchor.boot for anchor in store.anchors("run-1")] == ["A", "A", "B"]
+
+
+def test_an_unknown_boot_is_taken_for_the_same(tmp_path):
+    """A system that does not tell its boots gets no clock of its own making."""
+    with Store.open(tmp_path / "s.duckdb") as store:
+        store.begin_run(RUN, wall_ns=1000, clock_ns=700, boot="")
+        store.begin_run(RUN, wall_ns=5000, clock_ns=100, boot="B")
+        assert store.run_clock_ns("run-1", 100) == 100
+
+
+def test_drives_come_back_as_they_went_in(store):
+    """Health with figures that are not known, counters of one arm, and why there are none."""
+    health = ClientHealth(
+        valid=False, reasons=("late",), is_late=True, driven_s=3.5, lag_p99_s=0.02, held_requests=2
+    )
+    counted = Counted(
+        seconds=4.0,
+        drafts=10,
+        draft_tokens=40,
+        accepted_tokens=30,
+        accepted_per_position=(9, 8, 7, 6),
+        generation_tokens=None,
+        prompt_tokens=5,
+        preemptions=None,
+        finished={"stop": 3},
+        tpot_buckets={"+Inf": 3, "0.01": 2},
+        resets=("1",),
+    )
+    counters = {Arm.SPECULATIVE: counted, Arm.TARGET_ONLY: "/metrics: HTTP 404"}
+    kept = [
+        DriveRecord("shadow", "mirror", ("a", "b"), 90, health, counters),
+        DriveRecord("shadow", "again", (), 0, replace(health, valid=True, reasons=()), {}),
+    ]
+    for drive in kept:
+        store.append_drive("run-1", drive)
+    store.append_drive("run-1", replace(kept[0], stage="canary"))
+    assert [repr(d) for d in store.drives("run-1", "shadow")] == [repr(d) for d in kept]
+    assert store.drives("run-2", "shadow") == []
+
+
 def test_a_run_is_begun_once_and_come_back_to(store):
     """The same run again adds a clock anchor; other rules under its id are refused."""
     store.begin_run(replace(RUN, created_at_ns=99), wall_ns=7, clock_ns=8)
-    assert store.anchors("run-1") == [(5, 6), (7, 8)]
+    assert store.anchors("run-1") == [Anchor(5, 6, ""), Anchor(7, 8, "")]
     assert store.run("run-1") == RUN
     assert store.runs() == [RUN]
     with pytest.raises(UsageError, match="another rules_digest, config"):

@@ -12,6 +12,7 @@ from scripted_server import ScriptedServer, answer
 
 from speccheck import client, telemetry
 from speccheck.errors import EngineError
+from speccheck.records import Arm
 from speccheck.telemetry import (
     ACCEPTED_TOKENS,
     DRAFT_TOKENS,
@@ -20,10 +21,12 @@ from speccheck.telemetry import (
     RUNNING,
     WAITING,
     Snapshot,
+    counted,
     difference,
     parse_metrics,
     spec_counters,
     stalled_for_s,
+    together,
 )
 
 
@@ -286,3 +289,37 @@ def series(*points: tuple[float, float | None, float | None]) -> list[Snapshot]:
 def test_a_stall_is_running_requests_without_tokens(points, seconds):
     """How long up to now; an idle server does not stall, an unknown one is not known."""
     assert stalled_for_s(series(*points)) == seconds
+
+
+# --- what a drive counted -----------------------------------------------------------------------
+
+
+def test_drives_are_summed_and_what_is_missing_in_one_is_missing():
+    """Sums over drives of one stage; a figure that one reading lacks is not a smaller sum."""
+    one = counted(difference(snapshot(0), snapshot(5, e0=counters(10, 40, 30))))
+    two = counted(
+        difference(
+            snapshot(e0=counters(9, 9, 9)),
+            snapshot(5, e0=counters(4, 16, 2) | {GENERATION_TOKENS: 7}),
+        )
+    )
+    both = together([one, two])
+    assert (both.drafts, both.draft_tokens, both.accepted_tokens) == (14, 56, 32)
+    assert both.generation_tokens is None
+    assert both.seconds == 10
+    assert both.resets == ("0",)
+    assert both.accepted_per_position is None
+    with pytest.raises(ValueError, match="no counts"):
+        together([])
+
+
+async def test_reading_both_servers_is_never_an_error():
+    """One that answers, one that is gone: its page, and why there is none, without an address."""
+    with ScriptedServer(lambda _body, _n: answer([])) as server:
+        server.metrics_text = page(e0={GENERATION_TOKENS: 5, "other_total": 1})
+        urls = {Arm.TARGET_ONLY: server.url, Arm.SPECULATIVE: "http://user:word@127.0.0.1:9/v1"}
+        found = await telemetry.scrape_all(urls, now_ns=lambda: 42)
+    assert found[Arm.TARGET_ONLY].total(GENERATION_TOKENS) == 5
+    assert found[Arm.TARGET_ONLY].total("other_total") is None
+    assert found[Arm.SPECULATIVE].startswith("/metrics: ")
+    assert "word" not in found[Arm.SPECULATIVE]

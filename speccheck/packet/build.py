@@ -18,6 +18,7 @@ from speccheck.packet.cohorts import matrix_view
 from speccheck.packet.compared import comparison_view, not_proved
 from speccheck.packet.evidence import RunEvidence
 from speccheck.packet.judged import (
+    counter_lines,
     decision_mark,
     only_passes,
     route_findings,
@@ -84,6 +85,7 @@ def build_view(evidence: RunEvidence) -> view.PacketView:
         override=run.get("override", ""),
         routes=tuple(route_line(decision) for decision in final),
         stages=stages,
+        counters=counter_lines(evidence.stages),
         fixture=fixture,
         matrix=matrix,
         service=service,

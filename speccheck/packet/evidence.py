@@ -106,6 +106,32 @@ class ClientHealth(TypedDict):
     loop_cpu_share: float | None
 
 
+class CounterRow(TypedDict):
+    """One quantity by a server's counters and by the receipts of what it answered."""
+
+    quantity: str
+    server: int | None
+    """None: the server has no such counter."""
+    receipts: int | None
+    """None: no receipt carries it."""
+    gap: int | None
+    """Server less receipts."""
+    why: str
+    """Each known reason for the gap, or that they agree."""
+
+
+class ServerCounters(TypedDict):
+    """What one arm's server counted during a stage, warm-up included, beside its receipts."""
+
+    rows: Sequence[CounterRow]
+    resets: Sequence[str]
+    """Engines that restarted in mid-stage."""
+    acceptance: Interval
+    """Accepted over drafted by the counters alone."""
+    tpot_p95: Mapping[str, float] | None
+    """low_s and high_s: the borders of the histogram bucket that TPOT p95 lies in."""
+
+
 class StageEvidence(TypedDict):
     """One entry of `RunEvidence.stages`; the key is fixture, replay, shadow or canary."""
 
@@ -119,6 +145,8 @@ class StageEvidence(TypedDict):
     """planned, sent, ok, error, rejected, incomplete, cancelled, unpaired, warnings ..."""
     client_health: ClientHealth | NotMeasured
     """{"not_measured": "no requests are sent"} for the fixture."""
+    server_counters: Mapping[str, ServerCounters | NotMeasured] | NotMeasured
+    """By arm."""
     notes: Sequence[str]
     evidence: Mapping[str, Any]
     """fixture: `FixtureResult.to_dict()`; replay: `ReplayEvidence`; shadow: `ShadowEvidence`;

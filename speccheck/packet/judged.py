@@ -16,6 +16,7 @@ from speccheck.packet.parts import (
     VERDICT_MARKS,
     figures,
     interval,
+    known,
     part_of,
     verdict_mark,
     words,
@@ -87,6 +88,37 @@ def stage_line(name: str, stage: Mapping[str, Any] | None) -> view.StageLine:
         client=client,
         notes=tuple(stage["notes"]),
     )
+
+
+def counter_lines(
+    stages: Mapping[str, Mapping[str, Any]],
+) -> tuple[view.CounterLine, ...]:
+    """What servers counted beside what receipts say, stage by stage and arm by arm."""
+    lines: list[view.CounterLine] = []
+    for stage in STAGES:
+        found = part_of(stages.get(stage, {}), "server_counters", "")
+        if isinstance(found, Missing):
+            continue  # no requests were sent
+        for arm, name in ARM_NAMES.items():
+            part = part_of(found, arm, "not read")
+            if isinstance(part, Missing):
+                server, other = Missing("not available"), Missing("not compared")
+                why = part.not_measured
+                lines.append(view.CounterLine(stage, name, "all", server, other, other, why))
+                continue
+            lines += [
+                view.CounterLine(
+                    stage,
+                    name,
+                    row["quantity"],
+                    known(row["server"], "no such counter", "count"),
+                    known(row["receipts"], "no receipt carries it", "count"),
+                    known(row["gap"], "not known", "count"),
+                    row["why"],
+                )
+                for row in part["rows"]
+            ]
+    return tuple(lines)
 
 
 def route_findings(evidence: RunEvidence) -> tuple[view.RouteFindings, ...]:

@@ -93,6 +93,19 @@ class RouteLine:
 
 
 @dataclass(frozen=True)
+class CounterLine:
+    """One quantity of a stage by one arm's server and by our receipts, warm-up included."""
+
+    stage: str
+    arm: str
+    quantity: str
+    server: Figure | Missing
+    receipts: Figure | Missing
+    gap: Figure | Missing
+    why: str
+
+
+@dataclass(frozen=True)
 class StageLine:
     """One of the four stages: how it ended and what was counted."""
 
@@ -885,6 +898,7 @@ class PacketView:
     override: str
     routes: tuple[RouteLine, ...]
     stages: tuple[StageLine, ...]
+    counters: tuple[CounterLine, ...]
     fixture: FixtureView | Missing
     matrix: MatrixView | Missing
     service: ServiceView | Missing
