@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from speccheck import stats
-from speccheck.calibration import TOGETHER, Calibration, calibrate
+from speccheck.calibration import TOGETHER, Calibration
 from speccheck.config import Rollout
 from speccheck.corpus import Corpus
 from speccheck.engine.drafters import NgramIndex
 from speccheck.errors import UsageError
 from speccheck.logs import LoggedAnswer, chat_ids, open_tokenizer
 from speccheck.measure import ALPHA
-from speccheck.records import CALIBRATION, Arm, Estimate, Outcome, Stage, temperature_band
+from speccheck.records import Arm, Estimate, Outcome, Stage, temperature_band
 from speccheck.speed import Costs
 from speccheck.store import Store
 from speccheck.suffix import SuffixDrafter, SuffixSettings
@@ -472,12 +472,17 @@ def run_answers(
 
 
 def scheduling_notes(
-    opened: Store, run_id: str, rollout: Rollout, corpus: Corpus, folder: Path
+    opened: Store,
+    run_id: str,
+    rollout: Rollout,
+    corpus: Corpus,
+    folder: Path,
+    calibrated: Mapping[int, Calibration],
 ) -> list[str]:
     """What the rollout's own lookup drafting should do on each route, from target-only answers.
 
     One sentence per route; empty for drafts of a model, and where replay kept no answers. `folder`
-    holds the target's tokenizer.
+    holds the target's tokenizer, `calibrated` the costs by batch size, where there are any.
     """
     spec = rollout.speculation
     k = spec.get("num_speculative_tokens")
@@ -499,7 +504,7 @@ def scheduling_notes(
             feed.add(replace(answer, task="unknown", temperature=None))
     except UsageError:
         return []
-    costs = lookup_costs(calibrate(opened.receipts(run_id, stage=CALIBRATION)))
+    costs = lookup_costs(calibrated)
     return [_note(cohort) for cohort in feed.estimates(costs).cohorts if cohort.route]
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from speccheck import measure, plan, stats
+from speccheck.calibration import Calibration
 from speccheck.config import Rollout, Route
 from speccheck.context import PROTECTED, RunContext, latest_arms
 from speccheck.estimate import scheduling_notes
@@ -298,7 +299,7 @@ def _quantile(values: Sequence[float], p: float) -> float | None:
     return stats.quantile(values, p) if values else None
 
 
-def lookup_notes(run: RunContext) -> list[str]:
+def lookup_notes(run: RunContext, calibrated: Mapping[int, Calibration]) -> list[str]:
     """What lookup drafting should save on each route, estimated without load (see `estimate`).
 
     Empty for drafts of a model, and where the target's tokenizer is not on this machine.
@@ -308,4 +309,4 @@ def lookup_notes(run: RunContext) -> list[str]:
     folder = Path(str(captured.get("model_config", {}).get("model", "")))
     if not (folder / "tokenizer.json").is_file():
         return []
-    return scheduling_notes(run.store, run.run_id, run.rollout, run.corpus, folder)
+    return scheduling_notes(run.store, run.run_id, run.rollout, run.corpus, folder, calibrated)

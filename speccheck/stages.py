@@ -36,6 +36,7 @@ from speccheck import (
     slices,
     stats,
     store,
+    sweep,
     tables,
     tally,
 )
@@ -302,7 +303,7 @@ def shadow_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         _judge_route(run, judged, Stage.SHADOW, route.name, measured)
     delay = next((f for f in judged.findings if f.rule == "max_protected_delay"), None)
     judged.evidence = shadow.evidence(run, receipts, protected, delay, shadow.latency_floors(run))
-    judged.notes = shadow.lookup_notes(run)
+    judged.notes = shadow.lookup_notes(run, sweep.calibrated(run.store, run.run_id))
     return judged
 
 

@@ -405,6 +405,12 @@ def that_count(opened: store.Store, run_id: str, receipts: Iterable[Receipt]) ->
     ]
 
 
+def calibrated(opened: store.Store, run_id: str) -> dict[int, Calibration]:
+    """Batch size -> what decoding costs there, as far as a sweep of this run calibrated it."""
+    receipts = opened.receipts(run_id, stage=CALIBRATION)
+    return calibration.calibrate(that_count(opened, run_id, receipts))
+
+
 def _marks(opened: store.Store, run_id: str) -> list[tuple[str, int, float, bool]]:
     """(load, block, seconds, whether our client was late) of each round that was closed."""
     return [

@@ -401,7 +401,7 @@ def test_a_rollout_of_lookup_drafting_is_estimated_before_any_load(
         }
     )
     folder = EngineSettings().model_dir
-    notes = scheduling_notes(store, "run", rollout, corpus, folder)
+    notes = scheduling_notes(store, "run", rollout, corpus, folder, {})
     if words is None:
         assert notes == []
         return

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_calibration import measured
 
 from speccheck.cli import main
+from speccheck.context import STORE_NAME
+from speccheck.grid import load_name
+from speccheck.records import Arm
+from speccheck.store import Run, Store
+from speccheck.sweep import ROUND_MARK
+from speccheck.telemetry import Snapshot
 
 
 @pytest.fixture
@@ -121,3 +129,31 @@ def test_no_run_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     code, text, _ = speccheck(capsys, "estimate", "--from-run", tmp_path)
     assert code == 4
     assert "no receipts there" in text
+
+
+def test_costs_come_from_the_calibration_of_a_sweep(
+    log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """V of prompt lookup at each batch size that was calibrated; late rounds do not count."""
+    receipts = [
+        replace(r, run_id="run:1", proposer="ngram" if r.proposer else None, route="batch")
+        for r in measured(0.0, 0.05, 0.0, controls=())
+    ]
+    with Store.open(tmp_path / STORE_NAME) as store:
+        store.begin_run(Run("run:1", 0, 1, "c", "r", {"rollout": {}}), wall_ns=0, clock_ns=0)
+        store.append_receipts([(r, None) for r in receipts])
+        for block in range(2):
+            labels = (("block", str(block)), ("health", "ok"), ("load", load_name(receipts[0])))
+            closed = Snapshot(block, {(ROUND_MARK, labels): 1.0})
+            store.append_samples("run:1", Arm.TARGET_ONLY, [closed])
+    code, _, told = speccheck(
+        capsys, "estimate", log, "--json", "--no-suffix", "--costs", tmp_path, "--k", "2,4"
+    )
+    assert code == 0
+    (best,) = told["cohorts"][0]["best"]
+    assert best["load"] == "8 at once"
+    line = told["cohorts"][0]["drafting"][1]
+    tokens, passes = told["cohorts"][0]["decode_tokens"], line["passes"]
+    assert line["speedup"]["8 at once"]["value"] == pytest.approx(
+        tokens / (passes + 0.05 * line["drafted"]), rel=1e-3
+    )

@@ -218,13 +218,12 @@ def _costs(folder: Path | None, draft: float | None, verify: str | None) -> dict
 
 def _calibrated(folder: Path) -> dict[str, Costs]:
     """Costs of lookup drafting from a run's calibration."""
-    from speccheck import calibration, outcome
+    from speccheck import outcome, sweep
     from speccheck.estimate import lookup_costs
-    from speccheck.records import CALIBRATION
 
     with outcome.open_store(folder) as store:
         run = outcome.pick_run(store, None)
-        found = calibration.calibrate(store.receipts(run, stage=CALIBRATION))
+        found = sweep.calibrated(store, run)
     costs = lookup_costs(found)
     if not costs:
         why = "no calibration in it"
