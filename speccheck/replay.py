@@ -227,7 +227,11 @@ def measure(
             cases, stage=stage, route=route, runs=at.runs, ties=run.rollout.replay.ties
         )
         every += cases
-        counts += [m for m in measured if m.metric == "quality_regression_cases" and not m.cohort]
+        counts += [
+            replace(m, note=f"{at.label}: {m.note}")
+            for m in measured
+            if m.metric == "quality_regression_cases" and not m.cohort
+        ]
         found += [
             replace(m, cohort=f"{at.label}, {m.cohort}" if m.cohort else at.label) for m in measured
         ]
