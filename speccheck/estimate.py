@@ -124,6 +124,10 @@ class Best:
     @property
     def words(self) -> str:
         """The finding, decided by the interval."""
+        if math.isinf(self.speedup.high):
+            return (
+                f"open; k = {self.k}, {self.speedup.value:.2f}x, from too few prompts to say more"
+            )
         told = f"{self.speedup.value:.2f}x ({self.speedup.low:.2f} to {self.speedup.high:.2f})"
         if self.speedup.low > 1:
             return f"k = {self.k}, {told}"

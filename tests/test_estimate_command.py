@@ -56,7 +56,7 @@ def test_the_page_fits_80_columns_and_says_what_is_not_estimated(
     assert max(map(len, text.splitlines())) <= 80
     assert text.count("    k = 8 ") == 9
     assert "all answers: 12 prompts, 12 answers, 516 decode tokens" in text
-    assert "Best k: not estimated without costs" in text
+    assert "Best k: not estimated without verify costs; give --costs" in text
 
 
 def test_json_holds_every_number_with_its_interval(
@@ -98,6 +98,24 @@ def test_texts_say_how_rough_they_are(tmp_path: Path, capsys: pytest.CaptureFixt
     _, text, _ = speccheck(capsys, "estimate", path, "--k", "1")
     assert "1 answers came as text" in text.replace("\n  ", " ")
     assert "packaged tokenizer" in text.replace("\n  ", " ")
+
+
+def test_a_single_prompt_has_no_interval(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One cluster tells nothing of the spread: no infinities on the page, no best k claimed."""
+    path = tmp_path / "log.jsonl"
+    text = list(range(20))
+    path.write_text(json.dumps({"prompt": [*text, 0], "output_token_ids": text[1:]}))
+    code, page, _ = speccheck(
+        capsys, "estimate", path, "--k", "2", "--ngram", "1", "--verify-cost", "2:1.1"
+    )
+    assert code == 0
+    assert "inf" not in page
+    assert "(no interval)" in page
+    assert "open; k = 2" in page
+    _, page, _ = speccheck(capsys, "estimate", path, "--k", "4", "--verify-cost", "2:1.1")
+    assert "none is calibrated as far as these k" in page
 
 
 @pytest.mark.parametrize(

@@ -443,6 +443,15 @@ def test_the_command_tells_and_exits_accordingly(
     assert code == 3
     assert text.startswith("? too little evidence: ")
 
+    other = tmp_path / "later"
+    other.mkdir()
+    shutil.copyfile(tmp_path / STORE_NAME, other / STORE_NAME)
+    code, text, _ = speccheck(capsys, *base, "--receipts", other)
+    assert code == 0, text
+    code, text, _ = speccheck(capsys, *base, "--receipts", tmp_path)
+    assert code == 2
+    assert "that is the run itself" in text
+
     def silent(rollout: Rollout) -> launch.Arms:
         raise EngineError("no answer")
 

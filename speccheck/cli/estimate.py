@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import textwrap
 import time
@@ -170,7 +171,7 @@ def estimate(
                 }
             )
         else:
-            _page(found, notes)
+            _page(found, notes, is_priced=bool(costs))
 
 
 # --- parsing ------------------------------------------------------------------------------------
@@ -306,7 +307,7 @@ def _notes(reading: Reading, *, packaged: bool) -> list[str]:
 # --- the page -----------------------------------------------------------------------------------
 
 
-def _page(found: LogEstimate, notes: list[str]) -> None:
+def _page(found: LogEstimate, notes: list[str], *, is_priced: bool) -> None:
     """All figures, then what they come to, 80 columns wide."""
     from speccheck.console import printable
 
@@ -328,7 +329,10 @@ def _page(found: LogEstimate, notes: list[str]) -> None:
         click.echo(textwrap.fill(f"Note: {printable(note)}.", 80, subsequent_indent="  "))
     click.echo("")
     if not found.cohorts[0].best:
-        click.echo("Best k: not estimated without costs; give --costs DIR or --verify-cost.")
+        why = (
+            "none is calibrated as far as these k" if is_priced else "give --costs or --verify-cost"
+        )
+        click.echo(f"Best k: not estimated without verify costs; {why}.")
         return
     click.echo("Best k, after costs:")
     for cohort in found.cohorts:
@@ -355,6 +359,8 @@ def _row(line: Drafting) -> str:
 def _interval(estimate: Estimate) -> str:
     if not estimate.is_known:
         return "no draft"
+    if math.isinf(estimate.high):
+        return f"{estimate.value:.2f} (no interval)"
     return f"{estimate.value:.2f} ({estimate.low:.2f} to {estimate.high:.2f})"
 
 
