@@ -16,7 +16,7 @@ from speccheck.records import Arm
 from speccheck.store import Store
 
 RULES = [{"name": "chat", "rules": {"max_quality_regression_cases": 0}}]
-OFF = {"slices": "off"}
+OFF = {"slices": "off", "probe": {"samples": 0}}
 REPLAY = {"warm_up": 0, "client_limits": PATIENT, "routes": RULES, "replay": OFF}
 
 
