@@ -653,7 +653,8 @@ def _get_json(url: str, path: str, key: str | None, optional: str = "") -> dict[
     if key:
         request.add_header("Authorization", f"Bearer {key}")
     try:
-        with urllib.request.urlopen(request, timeout=10) as reply:  # noqa: S310
+        # vLLM asks its whole system before it answers /server_info: many seconds on a busy machine.
+        with urllib.request.urlopen(request, timeout=60) as reply:  # noqa: S310
             value = json.loads(reply.read())
     except urllib.error.HTTPError as error:
         if optional and error.code in (401, 403, 404, 405, 501):

@@ -841,6 +841,7 @@ def replay_evidence() -> dict[str, Any]:
             {
                 "slice": "stop",
                 "feature": "stop strings",
+                "checked": "text ends before the stop string",
                 "status": "ok",
                 "n": 40,
                 "target_ok": 40,
@@ -851,6 +852,7 @@ def replay_evidence() -> dict[str, Any]:
             {
                 "slice": "min_p",
                 "feature": "min_p",
+                "checked": "min_p 1 leaves the most likely token only, or is refused",
                 "status": "unsupported",
                 "n": 40,
                 "target_ok": 40,
@@ -861,6 +863,7 @@ def replay_evidence() -> dict[str, Any]:
             {
                 "slice": "penalties",
                 "feature": "penalties",
+                "checked": "each of three changes the answer, and as on target-only",
                 "status": "broken",
                 "n": 12,
                 "target_ok": 12,

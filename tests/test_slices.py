@@ -764,6 +764,17 @@ def test_what_policy_keeps_off_fails_nothing():
     assert measure({"stop": items}, route="other")[0].estimate is None
 
 
+def test_a_feature_that_speculation_never_met_is_open():
+    """Nothing drafted proves nothing; a server that does not say what it drafted is believed."""
+    for drafted, status in ((0, "unclear"), (12, "ok"), (None, "ok")):
+        items = looked(
+            "streaming",
+            *both({}, {"proposed_tokens": drafted}, 0),
+            *both({}, {"proposed_tokens": drafted}, 1),
+        )
+        assert row("streaming", items).status == status
+
+
 def test_evidence_says_which_features_belong_on_target_only():
     """Status per slice for the policy, rows for the packet; nothing where nothing was tried."""
     rows = [

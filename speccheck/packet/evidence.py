@@ -364,6 +364,8 @@ class FeatureCheck(TypedDict):
     slice: str
     """Its short name, as in `Receipt.features` where it is a sampling feature."""
     feature: str
+    checked: str
+    """What was looked at, in a few words."""
     status: str
     """ok, broken, unsupported (refused by the speculative arm alone), not_offered, ignored or
     unclear."""

@@ -260,6 +260,7 @@ def _lossless(test: Mapping[str, Any]) -> view.LosslessLine:
 def _feature(check: Mapping[str, Any]) -> view.FeatureLine:
     return view.FeatureLine(
         feature=check["feature"],
+        checked=check["checked"],
         n=check["n"],
         target_ok=check["target_ok"],
         speculative_ok=check["speculative_ok"],

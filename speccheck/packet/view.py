@@ -801,6 +801,7 @@ class FeatureLine:
     """One server feature on both arms."""
 
     feature: str
+    checked: str
     n: int
     target_ok: int
     speculative_ok: int

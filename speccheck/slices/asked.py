@@ -284,15 +284,20 @@ def _logprobs(asker: Asker, found: Sequence[Source]) -> list[PlannedRequest]:
 
 
 def _penalties(asker: Asker, found: Sequence[Source]) -> list[PlannedRequest]:
-    """On the longest answers: what repeats itself most has most to be penalised."""
-    ranked = sorted(found, key=lambda s: (-len(s.text), s.prompt.prompt_id))
-    known = [s for s in ranked if s.ids and s.speculative_ids][: 4 * asker.settings.slice_prompts]
+    """On the answers that repeat most tokens: they have most to be penalised."""
+    known = [s for s in found if s.ids and s.speculative_ids]
+    ranked = sorted(known, key=lambda s: (-_repeats(s.ids or ()), s.prompt.prompt_id))
     return [
         request
-        for source in asker.pick(known)
+        for source in asker.pick(ranked[: 2 * asker.settings.slice_prompts])
         for variant, sampler in enumerate(PENALTIES.values())
         for request in asker.ask(source.prompt, variant, sampler=sampler)
     ]
+
+
+def _repeats(ids: Sequence[int]) -> int:
+    """Tokens that stood before in the same answer."""
+    return len(ids) - len(set(ids))
 
 
 def _min_p(asker: Asker, found: Sequence[Source]) -> list[PlannedRequest]:

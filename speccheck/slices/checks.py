@@ -78,6 +78,8 @@ class Item:
     """The speculative arm's receipt."""
     kept_off: bool
     """Whether the eligibility policy keeps this request off the speculative arm."""
+    drafted: int | None = None
+    """Tokens drafted for it; None where the server does not say."""
 
 
 class Oracle(Protocol):
@@ -131,6 +133,7 @@ async def check(name: SliceName, group: Group, oracle: Oracle) -> list[Item]:
                 speculative,
                 last.receipt.receipt_id,
                 last.receipt.kept_off,
+                last.receipt.proposed_tokens if last.receipt.arm == Arm.SPECULATIVE else None,
             )
         )
     return items

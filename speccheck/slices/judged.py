@@ -39,6 +39,24 @@ LABELS: Mapping[SliceName, str] = {
 }
 """Slices by the names that people see."""
 
+CHECKED: Mapping[SliceName, str] = {
+    "json_object": "the answer is one JSON object",
+    "json_schema": "the answer is JSON and valid under the schema",
+    "stop": "text ends before the stop, finish_reason is stop, no token id or logprob past it",
+    "logprobs": "one per token, of that token, as the target scores it; alternatives in order",
+    "penalties": "each of three changes the answer, and as on target-only",
+    "min_p": "min_p 1 leaves the most likely token only, or is refused",
+    "logit_bias": "a token at -100 never comes, or the field is refused",
+    "seed": "one seed twice on one arm gives one answer (told, not judged)",
+    "n": "every choice comes, with text; all are graded",
+    "long_context": "near the longest context, greedy answers are the target's",
+    "warm_cache": "A, B, A: both A's are equal, and as on target-only",
+    "streaming": "the same tokens have one text, finish_reason and counts",
+    "tools": "the named function is called with valid arguments; pieces join to the same call",
+    "ignored_fields": "what becomes of speculative: false (told, not judged)",
+}
+"""What each slice looks at, in a few words."""
+
 VERDICTS: Mapping[Status, str] = {
     "ok": "pass",
     "broken": "fail",
@@ -56,6 +74,7 @@ class Row:
 
     slice: SliceName
     feature: str
+    checked: str
     status: Status
     n: int
     """Requests per arm that could be judged on target-only."""
@@ -72,7 +91,16 @@ def row(name: SliceName, items: Sequence[Item], missing: str = "") -> Row:
     """One slice as a row. `missing` says why nothing was asked, where nothing was."""
     label = LABELS[name]
     if not items:
-        return Row(name, label, "unclear", 0, 0, 0, missing or "no prompt of the corpus is fit")
+        return Row(
+            name,
+            label,
+            CHECKED[name],
+            "unclear",
+            0,
+            0,
+            0,
+            missing or "no prompt of the corpus is fit",
+        )
     judged = [i for i in items if i.target.outcome in ("ok", "fault")]
     broken = [i for i in judged if _is_broken(i)]
     refused = [i for i in judged if i.speculative.outcome == "refused"]
@@ -81,6 +109,7 @@ def row(name: SliceName, items: Sequence[Item], missing: str = "") -> Row:
     return Row(
         name,
         label,
+        CHECKED[name],
         status,
         len(judged),
         sum(i.target.outcome == "ok" for i in judged),
@@ -117,6 +146,8 @@ def _status(
         return "ignored", f"{why}; speculation is controlled by server, not by field", ignoring
     both_wrong = [i for i in items if i.target.outcome == i.speculative.outcome == "fault"]
     open_ = [i for i in items if i.speculative.outcome == "unclear"]
+    if right and name != "ignored_fields" and all(i.drafted == 0 for i in right):
+        return "unclear", "nothing was drafted, so speculation was not at work", ()
     if right:
         notes = [_grades(right), _ties(right)]
         if open_:
