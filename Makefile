@@ -20,6 +20,7 @@ lint: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python tests/bench/engine.py
+	$(BIN)/python tests/bench/adaptive.py
 
 # A wheel in a fresh virtual environment, away from the checkout.
 wheel-check: $(STAMP)

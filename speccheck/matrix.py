@@ -798,14 +798,12 @@ def _reversals(
 
 
 def _unweighted_ratio(receipts: Sequence[Receipt]) -> float:
-    """Mean e2e over all completed requests of each arm: the number a dashboard would show."""
+    """Mean e2e of each arm over all that is compared: the number a dashboard would show."""
     arms = _arms([r for r in receipts if r.priority != "protected"])
-
-    def mean(side: Sequence[Receipt]) -> float:
-        times = [r.e2e_s for r in side if r.outcome == Outcome.OK and r.e2e_s is not None]
-        return sum(times) / len(times) if times else math.nan
-
-    return mean(arms.speculative) / mean(arms.target)
+    means = [
+        sum(times) / len(times) if times else math.nan for times in arms.times(LATENCIES["e2e"])
+    ]
+    return means[1] / means[0]
 
 
 def _routes_and_stages(receipts: Iterable[Receipt]) -> list[tuple[str, str]]:

@@ -198,8 +198,8 @@ def _failed(
             )
         ], []
     return rules, [
-        f"route {route}: {f.rule} failed on the whole route in {f.stage}; if it still does with"
-        f" this policy, its cohorts do not explain it"
+        f"route {route}: {f.rule} failed on the whole route in {f.stage}; whether it still does"
+        " under this policy is for the next run to say"
         for f in whole
         if f.rule not in ("max_unsupported_requests", "min_speedup")
     ]
@@ -592,6 +592,8 @@ def merged_text(old: str | None, proposal: Proposal) -> str:
         while at > 0 and lines[at - 1].strip().startswith("#"):
             at -= 1
         before, after = lines[:at], lines[at:]
+        if after:
+            after.insert(0, "")
     middle = textwrap.indent(textwrap.dedent(block(proposal)), " " * indent).splitlines()
     return "\n".join([*before, *middle, *after]) + "\n"
 

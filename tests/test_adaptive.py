@@ -58,7 +58,7 @@ def tokens_per_time(ks, rates, costs):
     n = len(ks)
     time = costs.step + costs.sequence * n + costs.token * sum(k + 1 for k in ks)
     for position in range(1, max(ks) + 1):
-        time += costs.draft_step + costs.draft_token * sum(k >= position for k in ks)
+        time += costs.draft_step * any(k >= position for k in ks)
     return tokens / time
 
 
@@ -186,7 +186,7 @@ class AdaptiveLength(Decoding):
     costs under which history changes the length on the fixture's table.
     """
 
-    costs = StepCosts(step=1.0, sequence=0.0, token=0.12, draft_step=0.3, draft_token=0.0)
+    costs = StepCosts(step=1.0, sequence=0.0, token=0.12, draft_step=0.3)
 
     def length(self, state):
         history = state.memory or ()

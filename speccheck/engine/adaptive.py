@@ -37,19 +37,20 @@ PROBE_EVERY = 16
 class StepCosts:
     """What a step costs, in any one unit; only ratios matter.
 
-    A target pass over n sequences costs `step` + `sequence` n + `token` per row; a position drafted
-    costs `draft_step` + `draft_token` per sequence that drafts it. The defaults are those of the
-    packaged pair on a CPU, in passes of one sequence (`tests/bench/adaptive.py --costs`).
+    A round over n sequences costs `step` + `sequence` n + `token` for each row that is verified +
+    `draft_step` for each position that is drafted (by however many: what a drafted token costs by
+    itself is in `token`, since each is verified too). The defaults are those of the packaged pair
+    on a CPU, in target-only passes of one sequence; `tests/bench/adaptive.py --costs` measures
+    them.
     """
 
-    step: float = 0.80
-    sequence: float = 0.16
-    token: float = 0.045
-    draft_step: float = 0.035
-    draft_token: float = 0.0085
+    step: float = 0.88
+    sequence: float = 0.02
+    token: float = 0.10
+    draft_step: float = 0.075
 
 
-LOOKUP_COSTS = StepCosts(draft_step=0.0, draft_token=0.0)
+LOOKUP_COSTS = StepCosts(draft_step=0.0)
 """Of prompt lookup, which drafts for nothing."""
 
 
@@ -191,18 +192,17 @@ class ProposalLengths:
     def _at_price(self, rates: Seq[float], price: float) -> tuple[list[int], float, float]:
         """(lengths, tokens expected from them, time they take) that are worth most at a price."""
         costs = self._costs
-        each = costs.token + costs.draft_token
         lengths = [0] * len(rates)
         chances = list(rates)
         members = list(range(len(rates)))
         tokens = time = surplus = 0.0
         best = (0.0, list(lengths), 0.0, 0.0)
         for position in range(1, self._k_max + 1):
-            members = [i for i in members if chances[i] > price * each]
+            members = [i for i in members if chances[i] > price * costs.token]
             if not members:
                 break
             gain = sum(chances[i] for i in members)
-            took = costs.draft_step + each * len(members)
+            took = costs.draft_step + costs.token * len(members)
             tokens, time, surplus = tokens + gain, time + took, surplus + gain - price * took
             for i in members:
                 lengths[i] = position
