@@ -16,6 +16,7 @@ import numpy as np
 
 from speccheck import drift, grading, plan, quality, turns
 from speccheck.context import RunContext
+from speccheck.errors import UsageError
 from speccheck.lossless import DivergenceKind
 from speccheck.records import Answer, Arm, Outcome, PlannedRequest, Prompt, Receipt, Stage
 
@@ -99,6 +100,20 @@ class Graded:
             self.slices.get(prompt.prompt_id, ()),
             prompt.group,
         )
+
+
+def validate_checks(prompts: Sequence[Prompt]) -> None:
+    """That every check of every turn can be applied, before anything is sent.
+
+    Raises:
+        UsageError: with the prompt's id, for a schema, query or test that is itself wrong.
+    """
+    for prompt in prompts:
+        for check in (prompt.check, *prompt.follow_checks):
+            try:
+                grading.validate(check)
+            except UsageError as error:
+                raise UsageError(f"prompt {prompt.prompt_id}: {error}") from None
 
 
 Known = dict[tuple[str, str], grading.Grade]

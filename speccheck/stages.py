@@ -191,6 +191,7 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     """Every prompt on both arms at temperature 0 and at one sampled temperature, graded."""
     settings = run.rollout.replay
     prompts = [prompt for route in routes for prompt in run.prompts(route)]
+    graded.validate_checks(prompts)
 
     def phase(name: str, temperature: float, concurrency: int) -> plan.Phase:
         sampler = Sampler(temperature=temperature)

@@ -313,3 +313,14 @@ def test_numerical_ties_may_be_left_to_the_aggregate(product: Product) -> None:
     assert "1 confirmed regressions in 30 cases (1 at numerical ties)" in counted["why"]
     assert left["verdict"] == "pass"
     assert "(1 at numerical ties, which are left to the aggregate)" in left["why"]
+
+
+def test_a_broken_check_is_told_before_anything_is_sent(product: Product) -> None:
+    """A gold query that does not run names its prompt, and no server hears of it."""
+    with attached_pair(product.folder, **REPLAY) as pair:
+        broken = {"kind": "sql", "setup": "CREATE TABLE t (a INT)", "gold": "SELECT b FROM t"}
+        corpus(product.folder, 3, check=lambda i: broken if i == 2 else {"kind": "none"})
+        told = product.run("stage", "replay", "--rollout", str(pair.rollout), "--keep-going")
+        assert told.code == 2
+        assert "prompt p2: check of kind 'sql': setup or gold query fails" in told.json["error"]
+        assert not any(server.seen for server in pair.servers.values())

@@ -11,7 +11,7 @@ from rule_receipts import receipt
 
 from speccheck import grading
 from speccheck.errors import UsageError
-from speccheck.grading import Structured, grade, queries, sandbox, structure, validate
+from speccheck.grading import Structured, form_of, grade, queries, sandbox, validate
 
 SQL = {
     "kind": "sql",
@@ -239,13 +239,14 @@ def test_true_is_not_one():
     assert outcome({"kind": "json", "expect": [0]}, "[false]") == "fail"
 
 
-def test_structure_looks_at_the_form_only():
-    """Wrong values in the right form are valid structure, prose is none, text asks for none."""
+def test_the_form_of_a_check_asks_for_no_values():
+    """Wrong values in the right form are well formed, prose is not, text asks for none."""
     check = {"kind": "json_schema", "schema": SCHEMA, "expect": {"name": "Ann", "n": 3}}
-    assert structure(check, '{"name": "Bob", "n": 9}').outcome == "pass"
-    assert structure(check, '{"name": "Bob"}').outcome == "fail"
-    assert structure({"kind": "all", "checks": [check]}, "Sure!").outcome == "fail"
-    assert structure({"kind": "exact", "answer": "x"}, "x").outcome == "not_applicable"
+    form = form_of(check)
+    assert outcome(form, '{"name": "Bob", "n": 9}') == "pass"
+    assert outcome(form, '{"name": "Bob"}') == "fail"
+    assert form_of({"kind": "all", "checks": [YES, check]}) == {"kind": "all", "checks": [form]}
+    assert form_of(YES) is None
 
 
 def test_a_schema_reference_to_the_net_is_not_fetched():

@@ -189,8 +189,10 @@ def corpus_check(paths: tuple[Path, ...], as_json: bool) -> None:  # noqa: FBT00
     from collections import Counter
 
     from speccheck.corpus import load_corpus
+    from speccheck.graded import validate_checks
 
     loaded = load_corpus(paths)
+    validate_checks(loaded.prompts)
     tasks = Counter(prompt.task for prompt in loaded.prompts)
     if as_json:
         print_json({"digest": loaded.digest, "prompts": len(loaded.prompts), "tasks": dict(tasks)})

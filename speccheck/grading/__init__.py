@@ -6,7 +6,7 @@ of an answer whatever its task. Answers are hostile input throughout.
 """
 
 from speccheck.grading.answers import Seen, see
-from speccheck.grading.checks import KINDS, CodeExecution, form_of, grade, structure, validate
+from speccheck.grading.checks import KINDS, CodeExecution, form_of, grade, validate
 from speccheck.grading.endings import ending_problems
 from speccheck.grading.grade import Grade, GradeOutcome
 from speccheck.grading.structured import Structured, measure_structured_validity
@@ -23,6 +23,5 @@ __all__ = [
     "grade",
     "measure_structured_validity",
     "see",
-    "structure",
     "validate",
 ]

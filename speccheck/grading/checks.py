@@ -14,7 +14,7 @@ from typing import Any, Literal
 from speccheck.errors import UsageError
 from speccheck.grading import sandbox
 from speccheck.grading.grade import PASSED, Grade, failed, need, shown, unfenced
-from speccheck.grading.queries import check_sql
+from speccheck.grading.queries import check_sql, gold_rows
 from speccheck.grading.structured import check_config, check_json, check_json_schema
 from speccheck.grading.texts import (
     check_citations,
@@ -26,6 +26,7 @@ from speccheck.grading.texts import (
     check_number,
     check_refusal,
     check_regex,
+    compiled,
 )
 
 CodeExecution = Literal["off", "subprocess"]
@@ -70,6 +71,10 @@ def validate(check: Mapping[str, Any]) -> None:
             compile(need(check, "tests"), "tests", "exec")
         except SyntaxError as error:
             raise UsageError(f"check of kind 'code': its tests do not compile: {error}") from None
+    elif kind == "regex":
+        compiled(need(check, "pattern"))
+    elif kind == "sql":
+        gold_rows(check)
     else:
         _CHECKERS[kind](check, "")
 
@@ -85,12 +90,6 @@ def form_of(check: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if kind not in ("json", "json_schema"):
         return None
     return {key: value for key, value in check.items() if key != "expect"}
-
-
-def structure(check: Mapping[str, Any], text: str) -> Grade:
-    """Only the form of a JSON answer, see `form_of`. not_applicable where no JSON is asked for."""
-    form = form_of(check)
-    return Grade("not_applicable", "no JSON asked") if form is None else grade(form, text)
 
 
 def _combined(kind: str, parts: Sequence[Grade]) -> Grade:

@@ -20,12 +20,21 @@ _MEMORY = "256MB"
 _MOST_ROWS = 10_000
 
 
-def check_sql(check: Mapping[str, Any], text: str) -> Grade:
-    """One SELECT whose rows equal the gold query's: as a multiset, or in order if gold orders."""
-    gold = str(need(check, "gold"))
-    expected, problem = _rows(str(need(check, "setup")), gold)
+def gold_rows(check: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
+    """What the gold query gives.
+
+    Raises:
+        UsageError: setup or gold query fail.
+    """
+    rows, problem = _rows(str(need(check, "setup")), str(need(check, "gold")))
     if problem:
         raise UsageError(f"check of kind 'sql': setup or gold query fails: {problem}")
+    return rows
+
+
+def check_sql(check: Mapping[str, Any], text: str) -> Grade:
+    """One SELECT whose rows equal the gold query's: as a multiset, or in order if gold orders."""
+    expected, gold = gold_rows(check), str(check["gold"])
     # A lone surrogate (half a character that a model may emit) has no UTF-8 form.
     query = unfenced(text).encode(errors="replace").decode()
     found, problem = _rows(str(check["setup"]), query)

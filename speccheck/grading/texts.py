@@ -104,15 +104,24 @@ def check_number(check: Mapping[str, Any], text: str) -> Grade:
     return failed(f"the last number is {shown(last)}, expected {shown(check['answer'])}")
 
 
-def check_regex(check: Mapping[str, Any], text: str) -> Grade:
-    """The whole answer (outer blanks dropped, dot matches newline) matches `pattern`."""
-    pattern = need(check, "pattern")
+def compiled(pattern: object) -> str:
+    """The pattern, if it is a regular expression.
+
+    Raises:
+        UsageError: it is none.
+    """
     try:
-        re.compile(pattern)
+        re.compile(pattern)  # type: ignore[call-overload]
     except (re.error, TypeError, RecursionError, OverflowError) as error:
         raise UsageError(
             f"check pattern {shown(pattern)} is no regular expression: {error}"
         ) from None
+    return str(pattern)
+
+
+def check_regex(check: Mapping[str, Any], text: str) -> Grade:
+    """The whole answer (outer blanks dropped, dot matches newline) matches `pattern`."""
+    pattern = compiled(need(check, "pattern"))
     result = sandbox.match(pattern, _normal(text))
     if result == "match":
         return PASSED
