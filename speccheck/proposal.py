@@ -240,6 +240,8 @@ def slice_conditions(cohort: str, tasks: Collection[str]) -> dict[str, Any] | No
         kind, _, value = part.partition(" ")
         if kind == "temperature" and value in _TEMPERATURES:
             found["temperature"] = dict(_TEMPERATURES[value])
+        elif part == "temperature > 0":
+            found["temperature"] = {"above": 0}
         elif kind == "temperature" and re.fullmatch(r"\d+(\.\d+)?", value):
             found["temperature"] = {"above": 0} if float(value) else {"at_most": 0}
         elif kind == "prompt" and value in _PROMPTS:

@@ -189,6 +189,8 @@ def test_a_refused_option_stays_on_target(rng):
     [
         ("temperature 0.7", {"temperature": 0.7}, {}),
         ("temperature mid", {"temperature": 0.7}, {}),
+        ("temperature > 0", {"temperature": 0.1}, {}),
+        ("features stop", {"features": frozenset({"stop"})}, {}),
         ("temperature 0.7, sql", {"temperature": 0.7, "task": "sql"}, {}),
         ("prompt >=4096", {"prompt_tokens": 5000}, {}),
         ("concurrency 64", {"concurrency": 64}, {}),
