@@ -8,7 +8,6 @@ list of decisions.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -235,6 +234,8 @@ class ProposedPolicy:
     """(path, text as it is or None, text as proposed), those that change."""
     policy: eligibility.Eligibility
     """The policy as proposed."""
+    note: str = ""
+    """What is left for a person to do."""
 
     @property
     def diff(self) -> str:
@@ -300,19 +301,15 @@ def propose_policy(store: Store, run_id: str, path: Path) -> ProposedPolicy:
         policy = proposal.as_policy(new)
     except ValueError as error:
         raise UsageError(f"{target}: a proposal cannot be put into it ({error})") from None
-    files = [(target, old, new)]
+    files: list[tuple[Path, str | None, str]] = [(target, old, new)]
+    note = ""
     if is_packaged:
         text = path.read_text(encoding="utf-8-sig")
-        files.append((path, text, _naming(text)))
+        named = proposal.naming(text, target.name)
+        note = "" if named else f"add `eligibility: {target.name}` to {path}"
+        files.append((path, text, named or text))
     changed = tuple(file for file in files if file[1] != file[2])
-    return ProposedPolicy(run_id, changed, policy)
-
-
-def _naming(rollout_text: str) -> str:
-    """A rollout's text that names eligibility.yaml as its policy."""
-    line = "eligibility: eligibility.yaml"
-    named, n = re.subn(r"(?m)^eligibility:.*$", line, rollout_text)
-    return named if n else f"{rollout_text.rstrip()}\n{line}\n"
+    return ProposedPolicy(run_id, changed, policy, note)
 
 
 def _text(path: Path) -> str | None:

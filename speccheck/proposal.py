@@ -680,6 +680,22 @@ def as_policy(text: str) -> Eligibility:
     return Eligibility.model_validate(YAML(typ="safe").load(StringIO(text)))
 
 
+def naming(rollout: str, policy: str) -> str | None:
+    """A rollout's text with `policy` as its eligibility file; None where no line can say so."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import YAMLError
+
+    line = f"eligibility: {policy}"
+    named, n = re.subn(r"(?m)^eligibility:.*$", line, rollout)
+    if not n:
+        named = f"{rollout.rstrip()}\n{line}\n"
+    try:
+        data = YAML(typ="safe").load(StringIO(named))
+    except YAMLError:
+        return None  # flow style, as JSON is
+    return named if isinstance(data, dict) and data.get("eligibility") == policy else None
+
+
 def diff(old: str | None, new: str, name: str) -> str:
     """A unified diff, as `patch` takes it; empty where nothing changes."""
     return "".join(

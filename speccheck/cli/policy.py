@@ -102,6 +102,8 @@ def _proposal(made: Any, accept: bool, as_json: bool) -> int:  # noqa: FBT001
         click.echo("nothing was written; --accept writes this", err=True)
     for path in written:
         click.echo(f"wrote {path}", err=True)
+    if made.note:
+        click.echo(f"then {made.note}", err=True)
     return ExitCode.PASS
 
 
