@@ -1,149 +1,290 @@
-"""The canary's plan, and the guard that watches a route while it runs.
+"""The canary: its ramp, the guard that watches a route while it runs, and where it stands.
 
-The guard looks at the guardrails each `look_every` receipts, beside the load loop. Looks are fixed
-beforehand and share the level of failing between them (Bonferroni), so that looking often does not
-alarm more often. A rule that fails turns speculation off for the route at once: the decision is
-written with its rule, value, interval and limit, and every later request of the route goes to
-target-only. It stays off: nothing here promotes again.
+The share grows from step to step by rule: only when no monitor says fail and the step has seen its
+minimum of speculative requests. Every finished request is looked at (see `monitors`); a rule that
+fails turns speculation off for the route at once, and every later request goes to target-only. A
+look costs a fraction of a millisecond, so it is taken on the load loop, at the receipt.
+
+A fallback is sticky. It stands in the store's chain of decisions, for the route, in whatever run
+came to it: a resumed or repeated canary sends nothing until an operator has reset the route. After
+a promotion the route goes on being watched, with the same monitors.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
+import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import replace
-from typing import Any, Self
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any
 
-import numpy as np
-
-from speccheck import graded, guardrails, measure, plan
-from speccheck.config import Route
+from speccheck import corpus, decision, graded, guardrails, monitors, plan
+from speccheck.config import CanaryConfig, Guardrails, Rollout, Route
 from speccheck.context import RunContext
+from speccheck.errors import SpeccheckError, UsageError
+from speccheck.guardrails import rule_limits
 from speccheck.records import (
     Action,
     Arm,
     Decision,
     Finding,
-    Measurement,
     PlannedRequest,
     Receipt,
     Sampler,
     Stage,
     Verdict,
+    worst,
 )
+from speccheck.store import RecordedDecision, Store
+
+RESET = "operator_reset"
+"""Finding of a decision that an operator took: the route may be tried again."""
+
+RAMP = "canary_ramp"
+"""Finding about a share that did not grow as far as planned."""
+
+ASSIGNMENT = "canary_assignment"
+"""Finding about requests that did not fall to the arms as planned."""
+
+_MOST_STRETCHES = 4
+"""A step is given up at so many times the requests that should have held its minimum."""
 
 
-def plan_step(run: RunContext, route: Route, step: int, share: float) -> list[PlannedRequest]:
-    """One step: Poisson arrivals, a sticky share of the keys on the speculative arm."""
+# --- the ramp -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One share of the ramp, or the watch after a promotion."""
+
+    name: str
+    """`step-1` ..., or `watch`."""
+    phase: str
+    share: float
+    requests: int
+    """Requests on both arms that are planned at first."""
+    minimum: int
+    """Requests of the speculative arm that must have been seen before the share grows."""
+    is_watch: bool = False
+    """Whether it follows a promotion."""
+
+
+def ramp(settings: CanaryConfig, route: str, resets: int) -> list[Step]:
+    """The steps of a route, and last the watch that follows a promotion, if there is one.
+
+    After a reset the phases have names of their own: what was seen before is no evidence then.
+    """
+    before = f"{route}-again-{resets}" if resets else route
+    steps = [
+        Step(
+            f"step {number}",
+            f"{before}-step-{number}",
+            share,
+            max(settings.requests_per_step, math.ceil(settings.min_speculative / share)),
+            settings.min_speculative,
+        )
+        for number, share in enumerate(settings.shares, start=1)
+    ]
+    if settings.watch_requests:
+        share, requests = settings.watch_share, settings.watch_requests
+        steps.append(Step("watch", f"{before}-watch", share, requests, 0, is_watch=True))
+    return steps
+
+
+def plan_step(run: RunContext, route: Route, step: Step, requests: int) -> list[PlannedRequest]:
+    """One step: Poisson arrivals, a sticky share of the keys on the speculative arm.
+
+    With more `requests` the plan begins with the same ones.
+    """
     settings = run.rollout.canary
     traffic = route.traffic("canary")
-    rng = run.rng("canary", route.name, step)
     phase = plan.Phase(
         run.run_id,
         Stage.CANARY,
-        phase_name(route.name, step),
+        step.phase,
         Sampler(temperature=traffic.temperature, top_p=traffic.top_p),
         concurrency=settings.max_in_flight,
         max_tokens=traffic.max_tokens,
     )
     prompts = run.prompts(route, traffic)
-    offsets = plan.poisson_offsets(settings.requests_per_step, settings.rate_per_s, rng)
+    offsets = plan.poisson_offsets(requests, settings.rate_per_s, run.rng("canary", step.phase))
     # The order of the prompts must not change between steps, or the same key would not come again.
     order = run.rng("canary-order", route.name)
     warm_up = plan.warm_up(replace(phase, concurrency=4), prompts, run.rollout.warm_up)
-    return warm_up + plan.canary(phase, prompts, offsets, rng=order, share=share, salt=run.run_id)
+    share, salt = step.share, run.run_id
+    return warm_up + plan.canary(phase, prompts, offsets, rng=order, share=share, salt=salt)
 
 
-def phase_name(route: str, step: int) -> str:
-    """Phase of the receipts of one step."""
-    return f"{route}-step-{step + 1}"
+def drive_step(run: RunContext, route: Route, step: Step, guard: Guard) -> None:
+    """Send a step, and go on until its minimum was seen (or it will never be).
+
+    Raises:
+        SpeccheckError: receipts or the guard's decision could not be written.
+    """
+    requests = step.requests
+    while True:
+        run.drive(
+            f"{route.name} at {step.share:.0%}",
+            plan_step(run, route, step, requests),
+            give_up_after=None,  # a server that died is for the error rule to judge
+            on_receipt=guard.receipt,
+            should_send=guard.decide,
+        )
+        guard.settle()
+        missing = step.minimum - guard.seen(step)
+        if guard.decision is not None or missing <= 0:
+            return
+        if requests >= _MOST_STRETCHES * step.requests:
+            return
+        requests += math.ceil(missing / step.share)
 
 
-def planned_looks(run: RunContext) -> int:
-    """How often a route is judged, at most, the end included; the level of failing is shared."""
-    settings = run.rollout.canary
-    return 1 + len(settings.shares) * settings.requests_per_step // settings.look_every
+# --- off until reset ----------------------------------------------------------------------------
 
 
-def look(
-    receipts: Sequence[Receipt],
-    rules: Mapping[str, guardrails.RuleLimit],
-    route: str,
-    alpha_fail: float,
-    rng: np.random.Generator,
-) -> tuple[Finding, ...]:
-    """Judge a route of the canary from what has come so far, at this level of failing."""
-    measured = measure.measure_route(receipts, stage=Stage.CANARY, route=route, rng=rng)
-    return guardrails.judge(rules, measured, stage=Stage.CANARY, route=route, alpha_fail=alpha_fail)
+def standing_fallback(store: Store, run_id: str, route: str) -> RecordedDecision | None:
+    """The fallback that keeps a route off, or None.
+
+    The last word on the route in a canary of this rollout (runs of the same name in this store): a
+    changed rule or a run that is measured anew is no reset.
+    """
+    name = store.run(run_id).config["rollout"]["name"]
+    words = [
+        kept
+        for run in store.runs()
+        if run.config["rollout"]["name"] == name
+        for kept in store.decisions(run.run_id, route)
+        if kept.decision.stage == Stage.CANARY
+    ]
+    last = max(words, key=lambda kept: kept.decided_at_ns, default=None)
+    return last if last is not None and last.decision.action is Action.FALL_BACK else None
 
 
-def _start_worker() -> None:
-    """Looks give way to the load loop and to servers on this machine; Ctrl-C is for the parent."""
-    os.nice(5)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+def resets_of(store: Store, run_id: str, route: str) -> int:
+    """How often an operator has reset a route in a run."""
+    return sum(_is_reset(kept.decision) for kept in store.decisions(run_id, route))
 
 
-def _end_with_parent() -> None:
-    """A parent that was killed closes no pool, and a pool's worker would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
+def _is_reset(made: Decision) -> bool:
+    return any(finding.rule == RESET for finding in made.findings)
+
+
+def reset(store: Store, run_id: str, route: str, why: str, *, now_ns: int) -> Decision:
+    """An operator lets a route that fell back be tried again; the decision goes into the chain.
+
+    It promotes nothing: the next canary begins at the first share, with no evidence.
+
+    Args:
+        store: open for writing.
+        run_id: the run in which the next canary will be run.
+        route: its name.
+        why: the operator's reason, kept with the decision.
+        now_ns: wall clock.
+
+    Raises:
+        UsageError: there is no such route, or it is not off.
+    """
+    known = [entry["name"] for entry in store.run(run_id).config["rollout"]["routes"]]
+    if route not in known:
+        raise UsageError(f"{store.path}: no route {route!r} in {run_id}; it has {', '.join(known)}")
+    fallen = standing_fallback(store, run_id, route)
+    if fallen is None:
+        raise UsageError(f"{store.path}: route {route} is not off, so there is nothing to reset")
+    text = f"reset by an operator: {why}"
+    finding = Finding(RESET, Verdict.INCONCLUSIVE, route, "", Stage.CANARY, None, None, "", text)
+    reason = f"{text}; it may be tried again, and was off since {_when(fallen.decided_at_ns)}"
+    made = Decision(route, Action.INCONCLUSIVE, Stage.CANARY, reason, (finding,))
+    store.append_decision(run_id, made, decided_at_ns=now_ns)
+    return made
+
+
+def _when(wall_ns: int) -> str:
+    return datetime.fromtimestamp(wall_ns / 1e9, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+# --- the guard ----------------------------------------------------------------------------------
+
+
+def watched(
+    store: Store, run_id: str, route: str, rollout: Rollout, rules: Guardrails
+) -> tuple[monitors.Monitors, list[Step]]:
+    """The monitors of a route before its first live request, and the steps of its ramp.
+
+    Requests of the speculative arm in replay and shadow help to pass the error rate: some 360 clean
+    requests certify 1 %, more than a canary sends to a small route. This is sound, and said: the
+    e-process for passing simply begins with them, in the order in which they came, so it is one
+    process over one sequence; its hypothesis is that the rate is over the limit in all of it. What
+    must not happen is mixing it with an interval of a fixed n, or letting errors of the canary
+    drown in clean requests of another kind. Hence failing looks at the canary alone, and so does
+    passing, in addition, as soon as the canary has seen one error (`stats.Rate`): a pass that rests
+    on earlier requests is a loan, and ends with the first error that the canary sees. Both only
+    ever take a pass away, so the level holds. Reruns and slices of replay are left out, and what
+    another version served. No other rule looks at earlier stages: latencies and acceptance belong
+    to the traffic at hand.
+    """
+    earlier = [
+        r
+        for r in store.receipts(
+            run_id, stage=[Stage.REPLAY, Stage.SHADOW], route=route, warm_up=False
+        )
+        if graded.in_figures(r)
+    ]
+    watch = monitors.Monitors(
+        route,
+        rule_limits(rules, route),
+        acceptance=rollout.canary.acceptance_method,
+        earlier=earlier,
+    )
+    return watch, ramp(rollout.canary, route, resets_of(store, run_id, route))
 
 
 class Guard:
-    """Watches one route of the canary; use as a context manager around its drives.
+    """Watches one route of the canary. Its callbacks run on the load loop, at each receipt."""
 
-    Its callbacks run on the load loop and only take notes. The looking happens in a process of its
-    own: half a second of arithmetic in a thread would hold the interpreter and delay timestamps.
-    """
-
-    def __init__(
-        self, run: RunContext, route: Route, rules: Mapping[str, guardrails.RuleLimit]
-    ) -> None:
+    def __init__(self, run: RunContext, route: Route) -> None:
         self._run = run
         self._route = route.name
-        self._rules = rules
-        self._alpha = guardrails.ALPHA_FAIL / planned_looks(run)
-        self._receipts: list[Receipt] = list(
-            run.store.receipts(run.run_id, stage=Stage.CANARY, route=route.name, warm_up=False)
-        )
-        self._unseen = 0
-        self._pool = ProcessPoolExecutor(
-            1, mp_context=multiprocessing.get_context("spawn"), initializer=_start_worker
-        )
-        self._pending: list[Future[tuple[Finding, ...]]] = []
-        self.looks: list[dict[str, Any]] = []
+        self._seen: Counter[str] = Counter()
+        self._writing: threading.Thread | None = None
+        self._failure: SpeccheckError | None = None
         self.decision: Decision | None = None
-        """The fallback, once it has happened (also in an earlier process of this run)."""
+        """The fallback, once it has happened (also in an earlier process, or run)."""
         self.fell_back_ns: int | None = None
-        for kept in run.store.decisions(run.run_id, route.name):
-            if (kept.decision.stage, kept.decision.action) == (Stage.CANARY, Action.FALL_BACK):
-                self.decision = kept.decision
-
-    def __enter__(self) -> Self:
-        # The worker is started, and has imported what it needs, before anything is timed.
-        self._look(()).result()
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.monitors, self.steps = watched(
+            run.store, run.run_id, route.name, run.rollout, run.guardrails
+        )
+        self._by_phase = {step.phase: step for step in self.steps}
+        self._unrepresentative = corpus.unrepresentative(
+            run.prompts(route, route.traffic("canary"))
+        )
+        fallen = standing_fallback(run.store, run.run_id, route.name)
+        if fallen is not None:
+            self.decision = _still_off(fallen, run.run_id)
+        for receipt in run.store.arrived(run.run_id, stage=Stage.CANARY, route=route.name):
+            self.receipt(receipt)
+        self.settle()
 
     def receipt(self, receipt: Receipt) -> None:
-        """Take note of a finished request; start a look when enough have come."""
-        self._receipts.append(receipt)
-        self._unseen += 1
-        if self._unseen >= self._run.rollout.canary.look_every and self.decision is None:
-            self._unseen = 0
-            future = self._look(tuple(self._receipts))
-            self._pending.append(future)
-            future.add_done_callback(self._looked)
+        """Take note of a finished request, and look."""
+        step = self._by_phase.get(receipt.phase)
+        if step is None:  # warm-up, or from before a reset
+            return
+        self._seen[receipt.phase] += receipt.arm == Arm.SPECULATIVE and not receipt.kept_off
+        failed = self.monitors.add(receipt, share=step.share)
+        if self.decision is None and any(map(self._is_broken, failed)):
+            self._fall_back()
+
+    def _is_broken(self, monitor: monitors.Monitor) -> bool:
+        """Whether a failed rule turns speculation off. On random ids only wrong output does."""
+        rule = monitor.rule
+        return (
+            monitor.limit.counted
+            and not rule.pays
+            and (rule.any_workload or not self._unrepresentative)
+        )
 
     def decide(self, request: PlannedRequest) -> PlannedRequest:
         """The last word before a request goes out: to target-only once the route fell back."""
@@ -151,134 +292,312 @@ class Guard:
             return request
         return plan.reroute(request, f"route fell back: {self.decision.findings[0].rule}")
 
+    def seen(self, step: Step) -> int:
+        """Requests of the speculative arm that a step has seen."""
+        return self._seen[step.phase]
+
+    def hold(self, step: Step) -> str:
+        """Why the share must not grow to that of a step, or empty."""
+        if self.decision is not None:
+            return self.decision.reason
+        if self.monitors.assignment.is_off:
+            return _assignment_text(self.monitors.assignment)
+        number = self.steps.index(step)
+        before = self.steps[number - 1] if number else None
+        if before is not None and self.seen(before) < before.minimum:
+            return (
+                f"{before.name} at {before.share:.3g} saw {self.seen(before)} of the"
+                f" {before.minimum} speculative requests that it needs"
+            )
+        return ""
+
+    def findings(self, held: str) -> list[Finding]:
+        """What speaks against the canary beside its rules: the assignment, and a held ramp."""
+        found = []
+        if self.monitors.assignment.is_off:
+            text = _assignment_text(self.monitors.assignment)
+            found.append(self._finding(ASSIGNMENT, Verdict.ERROR, text))
+        elif held and self.decision is None:
+            found.append(self._finding(RAMP, Verdict.INCONCLUSIVE, f"the share stays: {held}"))
+        return found
+
+    def _finding(self, rule: str, verdict: Verdict, why: str) -> Finding:
+        return Finding(rule, verdict, self._route, "", Stage.CANARY, None, None, "", why)
+
     def settle(self) -> None:
-        """Wait for the looks that are under way.
+        """Wait until the decision is written.
 
         Raises:
-            SpeccheckError: a look could not be taken.
+            SpeccheckError: it could not be.
         """
-        for future in self._pending:
-            future.result()
-        self._pending.clear()
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+        if self._failure is not None:
+            raise self._failure
 
-    def _look(self, receipts: Sequence[Receipt]) -> Future[tuple[Finding, ...]]:
-        rng = self._run.rng("look", self._route, len(receipts))
-        return self._pool.submit(look, receipts, self._rules, self._route, self._alpha, rng)
-
-    def _looked(self, future: Future[tuple[Finding, ...]]) -> None:
-        """Take in a look (on the pool's thread); a rule that failed turns speculation off."""
-        if future.cancelled() or future.exception() is not None:
-            return  # `settle` raises it
-        findings = future.result()
-        self.looks += [
-            {
-                "rule": f.rule,
-                "n": f.estimate.n if f.estimate is not None else 0,
-                "estimate": f.estimate,
-                "limit": f.limit,
-                "unit": f.unit,
-                "verdict": f.verdict.word,
-            }
-            for f in findings
-            if f.cohort == ""
-        ]
-        broken = [
-            f
-            for f in findings
-            if f.verdict is Verdict.FAIL and f.counted and not guardrails.RULES[f.rule].pays
-        ]
-        if not broken or self.decision is not None:
-            return
-        self.decision = Decision(
-            route=self._route,
+    def _fall_back(self) -> None:
+        found = judge(self.monitors, self._run.guardrails)
+        made = decision.decide(
+            self._route, Stage.CANARY, found, unrepresentative=self._unrepresentative
+        )
+        self.decision = replace(
+            made,
             action=Action.FALL_BACK,
-            stage=Stage.CANARY,
-            reason=f"speculation was turned off in mid-stage: {broken[0].why}",
-            findings=tuple(broken),
+            reason=f"speculation was turned off in mid-stage: {made.reason}",
+            k=None,
         )
-        self.fell_back_ns = time.perf_counter_ns()
-        self._run.store.append_decision(
-            self._run.run_id, self.decision, decided_at_ns=time.time_ns()
-        )
-        self._run.report.line(f"  {self._route}: fell back: {broken[0].why}")
+        self.fell_back_ns = self._run.store.run_clock_ns(self._run.run_id, time.perf_counter_ns())
+        # The load loop must not wait for the disk.
+        self._writing = threading.Thread(target=self._write)
+        self._writing.start()
+        self._run.report.line(f"  {self._route}: fell back: {made.reason}")
+
+    def _write(self) -> None:
+        assert self.decision is not None  # noqa: S101 (for the type checker; the caller set it)
+        try:
+            self._run.store.append_decision(
+                self._run.run_id, self.decision, decided_at_ns=time.time_ns()
+            )
+        except SpeccheckError as error:
+            self._failure = error
+
+
+def _still_off(fallen: RecordedDecision, run_id: str) -> Decision:
+    """A fallback of an earlier run as the decision of this one; of this run as it stands."""
+    if fallen.run_id == run_id:
+        return fallen.decision
+    reason = fallen.decision.reason.removeprefix(_STILL_OFF)
+    return replace(fallen.decision, reason=f"{_STILL_OFF}{reason}")
+
+
+_STILL_OFF = "it fell back before and stays off until `speccheck canary reset`: "
+
+
+def judge(watch: monitors.Monitors, rules: Guardrails) -> tuple[Finding, ...]:
+    """The findings of a route from its monitors, as of now."""
+    return guardrails.judge(
+        rule_limits(rules, watch.route),
+        watch.measurements(),
+        stage=Stage.CANARY,
+        route=watch.route,
+        standings=watch.standings(),
+    )
+
+
+def _assignment_text(assignment: monitors.Assignment) -> str:
+    sent = assignment.speculative + assignment.target_only
+    return (
+        f"requests do not fall to the arms as planned: {assignment.speculative} of {sent} went to"
+        f" the speculative arm, {assignment.expected:.0f} were expected (evidence"
+        f" {math.exp(min(assignment.evidence(), 700)):.3g} of {1 / monitors.MISMATCH_ALPHA:.0f}),"
+        " so the arms cannot be compared"
+    )
+
+
+# --- where it stands ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RouteStatus:
+    """Where a route's canary stands, from its receipts and decisions alone."""
+
+    route: str
+    state: str
+    """not begun, running, promoted, held, undecided, off or reset."""
+    verdict: str | None
+    """Of its monitors; fail where the route is off, None where no request was sent."""
+    why: str
+    """What was decided last, or why nothing was."""
+    step: str
+    share: float | None
+    """Planned share of the speculative arm in the last step that sent anything."""
+    speculative: int
+    target_only: int
+    expected: float
+    """Speculative requests that the shares promised."""
+    mismatch_evidence: float
+    """Odds against the planned shares; `mismatch_needs` makes it a finding."""
+    mismatch_needs: float
+    restarts: tuple[str, ...]
+    incidents: tuple[str, ...]
+    readings: tuple[monitors.Reading, ...]
+
+
+def survey(store: Store, run_id: str) -> list[RouteStatus]:
+    """Where every route's canary stands, from the store alone.
+
+    The monitors are fed again with the receipts in the order in which they came, so what is said is
+    what the guard saw.
+    """
+    config = store.run(run_id).config
+    rollout = Rollout.model_validate(config["rollout"])
+    rules = Guardrails.model_validate(config["guardrails"])
+    return [_status(store, run_id, route.name, rollout, rules) for route in rollout.routes]
+
+
+def _status(
+    store: Store, run_id: str, route: str, rollout: Rollout, rules: Guardrails
+) -> RouteStatus:
+    watch, steps = watched(store, run_id, route, rollout, rules)
+    by_phase = {step.phase: step for step in steps}
+    last: Step | None = None
+    for receipt in store.arrived(run_id, stage=Stage.CANARY, route=route):
+        step = by_phase.get(receipt.phase)
+        if step is not None:
+            watch.add(receipt, share=step.share)
+            last = step
+    found = judge(watch, rules)
+    assignment = watch.assignment
+    words = [
+        kept.decision
+        for kept in store.decisions(run_id, route)
+        if kept.decision.stage == Stage.CANARY
+    ]
+    verdict: Verdict | None = worst(f.verdict for f in found if f.counted)
+    state, why = "running", "the canary has not come to a decision"
+    if words:
+        state = {
+            Action.PROMOTE: "promoted",
+            Action.FALL_BACK: "off",
+            Action.HOLD: "held",
+            Action.INCONCLUSIVE: "reset" if _is_reset(words[-1]) else "undecided",
+        }[words[-1].action]
+        why = words[-1].reason
+    elif last is None:
+        state, why, verdict = "not begun", "no request of its canary was sent", None
+    if state == "off":
+        verdict = Verdict.FAIL
+    elif state == "reset" and last is None:
+        verdict = Verdict.INCONCLUSIVE
+    elif verdict is not None and assignment.is_off:
+        verdict, why = max(verdict, Verdict.ERROR), _assignment_text(assignment)
+    return RouteStatus(
+        route=route,
+        state=state,
+        verdict=None if verdict is None else verdict.word,
+        why=why,
+        step="" if last is None else last.name,
+        share=None if last is None else last.share,
+        speculative=assignment.speculative,
+        target_only=assignment.target_only,
+        expected=assignment.expected,
+        mismatch_evidence=math.exp(min(assignment.evidence(), 700.0)),
+        mismatch_needs=1 / monitors.MISMATCH_ALPHA,
+        restarts=(*_resets(store, run_id, route), *_restarts(watch)),
+        incidents=tuple(incident.text for incident in monitors.incidents(watch.receipts)),
+        readings=tuple(watch.readings(found)) if last is not None else (),
+    )
+
+
+def _resets(store: Store, run_id: str, route: str) -> list[str]:
+    return [
+        kept.decision.findings[0].why
+        for kept in store.decisions(run_id, route)
+        if _is_reset(kept.decision)
+    ]
+
+
+def _restarts(watch: monitors.Monitors) -> list[str]:
+    return [f"after {r.requests} requests: {r.reason}" for r in watch.restarts]
 
 
 # --- evidence -----------------------------------------------------------------------------------
 
 
-def steps_evidence(
+def evidence(
     run: RunContext, route: str, guard: Guard, receipts: Sequence[Receipt], origin_ns: int
+) -> dict[str, list[dict[str, Any]]]:
+    """`packet.CanaryEvidence` of one route: steps, events, monitors and the assignment."""
+    watch = guard.monitors
+    readings = watch.readings(judge(watch, run.guardrails))
+    assignment = watch.assignment
+    return {
+        "steps": _steps(route, guard, receipts, origin_ns),
+        "events": _events(run, route, guard, receipts, origin_ns),
+        "monitors": [{"route": route, **asdict(reading)} for reading in readings],
+        "assignment": [
+            {
+                "route": route,
+                "speculative": assignment.speculative,
+                "target_only": assignment.target_only,
+                "expected": assignment.expected,
+                "evidence": math.exp(min(assignment.evidence(), 700.0)),
+                "needs": 1 / monitors.MISMATCH_ALPHA,
+            }
+        ]
+        if receipts
+        else [],
+    }
+
+
+def _steps(
+    route: str, guard: Guard, receipts: Sequence[Receipt], origin_ns: int
 ) -> list[dict[str, Any]]:
     """`packet.CanaryStep` for each step that sent anything."""
     rows = []
-    for step, share in enumerate(run.rollout.canary.shares):
-        mine = [r for r in receipts if r.phase == phase_name(route, step)]
+    for step in guard.steps:
+        mine = [r for r in receipts if r.phase == step.phase]
         if not mine:
             continue
         moved = sum(r.decision == "fell_back" for r in mine)
-        later = any(r.phase == phase_name(route, step + 1) for r in receipts)
-        broke = guard.decision is not None and not later
+        speculative = [r for r in mine if r.arm == Arm.SPECULATIVE]
+        if guard.decision is not None and (moved or step.phase == _last_phase(receipts)):
+            verdict = "fail"
+            why = f"the route fell back; {moved} requests went to target-only instead"
+        elif len(speculative) < step.minimum:
+            verdict = "inconclusive"
+            why = f"{len(speculative)} of the {step.minimum} speculative requests that it needs"
+        else:
+            verdict, why = "pass", "its minimum was seen, and no monitor said fail"
         rows.append(
             {
-                "step": f"{route}, step {step + 1}",
+                "step": f"{route}, {step.name}",
                 "route": route,
-                "share": share,
+                "share": step.share,
                 "started_s": (min(r.scheduled_ns for r in mine) - origin_ns) / 1e9,
                 "ended_s": (max(r.done_ns or r.scheduled_ns for r in mine) - origin_ns) / 1e9,
-                "speculative_n": sum(r.arm == Arm.SPECULATIVE for r in mine),
+                "speculative_n": len(speculative),
                 "target_n": sum(r.arm == Arm.TARGET_ONLY for r in mine),
-                "verdict": "fail" if broke else "pass",
-                "why": f"the route fell back; {moved} requests went to target-only instead"
-                if broke
-                else "no guardrail failed so far",
-                "looks": guard.looks if step == 0 else [],
+                "verdict": verdict,
+                "why": why,
             }
         )
     return rows
 
 
-def event_evidence(
-    run: RunContext, guard: Guard, receipts: Sequence[Receipt], origin_ns: int
+def _last_phase(receipts: Sequence[Receipt]) -> str:
+    return max(receipts, key=lambda r: r.scheduled_ns).phase
+
+
+def _events(
+    run: RunContext, route: str, guard: Guard, receipts: Sequence[Receipt], origin_ns: int
 ) -> list[dict[str, Any]]:
-    """`packet.CanaryEvent`: the fallback of one route, if it fell back."""
-    if guard.decision is None:
-        return []
-    moved = [r.scheduled_ns for r in receipts if r.decision == "fell_back"]
+    """`packet.CanaryEvent`: outages, restarts and the fallback of one route."""
     last = max((r.done_ns or r.scheduled_ns for r in receipts), default=origin_ns)
-    at_ns = guard.fell_back_ns or min(moved, default=last)
-    finding = guard.decision.findings[0]
-    return [
-        {
-            "at_s": (at_ns - origin_ns) / 1e9,
-            "kind": "fall_back",
-            "route": guard.decision.route,
-            "text": finding.why,
-            "rule": finding.rule,
-            "action": run.guardrails.speculative_decoding_guardrails.fallback_action,
-            "handed_over": 0,
-        }
+    found = [
+        _event(incident.started_ns, "outage", route, incident.text)
+        for incident in monitors.incidents(guard.monitors.receipts)
     ]
-
-
-def with_earlier_errors(
-    run: RunContext, route: str, measured: Sequence[Measurement]
-) -> list[Measurement]:
-    """The canary's measurements, its error rate taken over all stages where the canary had none.
-
-    A rate of 1 % takes some 300 clean requests to certify, more than a canary sends to a small
-    route, so the route's requests in replay and shadow count as well. Not where the canary itself
-    saw errors: they must not drown in clean requests of another kind. Reruns and slices do not.
-    """
-    alone = next(m for m in measured if m.metric == "error_rate" and not m.cohort)
-    if alone.estimate is None or alone.estimate.value > 0:
-        return list(measured)
-    receipts = [
-        replace(r, stage=Stage.CANARY)
-        for r in run.store.receipts(run.run_id, route=route, warm_up=False)
-        if graded.in_figures(r)
+    found += [
+        _event(origin_ns, "restart", route, text)
+        for text in (*_resets(run.store, run.run_id, route), *_restarts(guard.monitors))
     ]
-    rng = run.rng("errors", route)
-    together = measure.measure_route(receipts, stage=Stage.CANARY, route=route, rng=rng)
-    pooled = next(m for m in together if m.metric == "error_rate" and not m.cohort)
-    note = f"{pooled.note}, in replay, shadow and canary together"
-    return [replace(pooled, note=note) if m is alone else m for m in measured]
+    if guard.decision is not None:
+        moved = [r.scheduled_ns for r in receipts if r.decision == "fell_back"]
+        finding = guard.decision.findings[0]
+        found.append(
+            {
+                **_event(
+                    guard.fell_back_ns or min(moved, default=last), "fall_back", route, finding.why
+                ),
+                "rule": finding.rule,
+                "action": run.guardrails.speculative_decoding_guardrails.fallback_action,
+                "handed_over": 0,
+            }
+        )
+    return [{**event, "at_s": (event["at_s"] - origin_ns) / 1e9} for event in found]
+
+
+def _event(at_ns: int, kind: str, route: str, text: str) -> dict[str, Any]:
+    return {"at_s": at_ns, "kind": kind, "route": route, "text": text}

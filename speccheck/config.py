@@ -327,13 +327,21 @@ class ShadowConfig(Model):
 
 
 class CanaryConfig(Model):
-    """Live traffic at a growing share."""
+    """Live traffic at a growing share, looked at after every request."""
 
-    shares: tuple[Share, ...] = (0.05, 0.25, 0.5)
+    shares: tuple[Share, ...] = (0.01, 0.05, 0.25, 0.5)
     requests_per_step: Positive = 400
+    """Of both arms together, at least."""
+    min_speculative: Positive = 10
+    """Requests of the speculative arm that a step must have seen before the share grows; the step
+    goes on until then."""
+    watch_requests: Count = 200
+    """Of both arms, watched on after a promotion; 0 for none."""
+    watch_share: Share = 0.9
+    acceptance_method: Literal["betting", "asymptotic"] = "betting"
+    """What gates acceptance: bets on each request's rate, which hold from the first request on, or
+    the pooled rate over tokens with an asymptotic confidence sequence from the 50th."""
     rate_per_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 8.0
-    look_every: Positive = 50
-    """Receipts between two looks at the guardrails."""
     max_in_flight: Positive = 64
 
     @field_validator("shares")
@@ -344,6 +352,15 @@ class CanaryConfig(Model):
         if value[0] <= 0 or value[-1] >= 1:
             raise ValueError("shares must lie between 0 and 1: a control arm is always kept")
         return value
+
+    @model_validator(mode="after")
+    def _watched(self) -> CanaryConfig:
+        if not self.shares[-1] <= self.watch_share < 1:
+            raise ValueError(
+                f"watch_share {self.watch_share:g} must not be under the last of the shares, and"
+                " under 1: a control arm is always kept"
+            )
+        return self
 
 
 class MixConfig(Model):

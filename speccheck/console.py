@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
 
+    from speccheck.canary import RouteStatus
     from speccheck.cells import ArmFigures, Cell, Load
     from speccheck.errors import ExitCode
     from speccheck.grading.blind import PreferenceSummary
@@ -355,6 +356,49 @@ def plan_page(plan: Mapping[str, Any]) -> None:
         console.print(Text(f"route {route['route']}: {route['prompts']} prompts"))
         for rule, limit in route["rules"].items():
             console.print(Text(f"    {rule} {limit:g}"))
+
+
+def canary_page(run_id: str, routes: Sequence[RouteStatus]) -> None:
+    """Where a canary stands, 80 columns wide: each route, then each of its monitors."""
+    from speccheck.monitors import odds_text
+
+    lines = [f"canary of {run_id}"]
+    for route in routes:
+        at = f", {route.step} at {route.share:.3g}" if route.share is not None else ""
+        lines += ["", f"{route.route}: {route.state}{at}"]
+        lines += _wrapped(route.why, 2)
+        if route.share is not None:
+            sent = (
+                f"{route.speculative} speculative and {route.target_only} target-only requests,"
+                f" {route.expected:.0f} speculative ones expected; evidence of a mismatch"
+                f" {odds_text(route.mismatch_evidence, route.mismatch_needs)}"
+            )
+            lines += _wrapped(sent, 2)
+        for text in route.restarts:
+            lines += _wrapped(f"started anew: {text}", 2)
+        for text in route.incidents:
+            lines += _wrapped(f"incident: {text}", 2)
+        for reading in route.readings:
+            mark = MARKS[Verdict[reading.verdict.upper()]]
+            name = f"{reading.rule} ({reading.cohort})" if reading.cohort else reading.rule
+            dry = "" if reading.counted else " (not counted)"
+            lines += _wrapped(f"{mark} {name}: {reading.verdict}{dry}", 2)
+            lines += _wrapped(reading.why, 6)
+            if reading.unit != "count":
+                lines += _wrapped(
+                    f"evidence {odds_text(reading.pass_evidence, reading.pass_needs)} to pass,"
+                    f" {odds_text(reading.fail_evidence, reading.fail_needs)} to fail"
+                    f" ({reading.method or 'none yet'})",
+                    6,
+                )
+            lines += _wrapped(f"next: {reading.next}", 6)
+    print("\n".join(lines))
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(
+        printable(text), 79, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2)
+    )
 
 
 def receipt_table(receipts: Sequence[Receipt], *, total: int) -> None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from speccheck import stats
+from speccheck.config import Guardrails
 from speccheck.errors import UsageError
 from speccheck.records import Estimate, Finding, Measurement, Stage, Verdict
 
@@ -86,6 +87,19 @@ class Rule:
             "rate": "share",
             "difference": "share",
         }.get(self.kind, self.kind)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """A verdict that a monitor has reached on a rule: it takes the place of the interval's.
+
+    The interval that is shown is the one of now; a pass was reached at some moment and stands.
+    """
+
+    verdict: Verdict
+    needed: int | None = None
+    """About how many more requests decide it."""
+    note: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +382,18 @@ RULES: dict[str, Rule] = {
 """Every rule, by name."""
 
 
+def rule_limits(rules: Guardrails, route: str) -> dict[str, RuleLimit]:
+    """What a route is judged by, as the files say."""
+    return {
+        name: RuleLimit(
+            limit,
+            min_n=rules.minimum_requests.get(name),
+            counted=name not in rules.dry_run,
+        )
+        for name, limit in rules.limits(route).items()
+    }
+
+
 def judge(
     rules: Mapping[str, RuleLimit],
     measurements: Sequence[Measurement],
@@ -375,6 +401,7 @@ def judge(
     stage: Stage,
     route: str,
     noise_floors: Mapping[str, Estimate] | None = None,
+    standings: Mapping[tuple[str, str], Standing] | None = None,
     alpha_fail: float = ALPHA_FAIL,
     small_share: float = SMALL_SHARE,
 ) -> tuple[Finding, ...]:
@@ -383,6 +410,7 @@ def judge(
     Rules that belong to other stages are left out. `noise_floors` are A/A ratios by metric: where
     target-only differs from itself by more than half of what a regression rule allows, the rule is
     decided only by effects that exceed the limit (or stay inside it) by more than that noise.
+    `standings` are verdicts that monitors have reached, by rule and cohort; they stand.
 
     Raises:
         UsageError: a rule that does not exist.
@@ -392,7 +420,7 @@ def judge(
             raise UsageError(f"no rule is called {name!r}; known: {', '.join(sorted(RULES))}")
     asked = [
         (RULES[name], limit)
-        for name, limit in _with_implied(rules).items()
+        for name, limit in with_implied(rules).items()
         if stage in RULES[name].stages
     ]
     limit_of = {rule.name: limit for rule, limit in asked}
@@ -425,6 +453,7 @@ def judge(
             m,
             p_fail=p,
             floor=floors.get(rule.metric),
+            standing=(standings or {}).get((rule.name, m.cohort)),
             alpha_fail=alpha_fail,
             small_share=small_share,
             mine=mine,
@@ -498,7 +527,7 @@ def _is_timed(finding: Finding) -> bool:
     return finding.rule in RULES and RULES[finding.rule].is_timed
 
 
-def _with_implied(rules: Mapping[str, RuleLimit]) -> dict[str, RuleLimit]:
+def with_implied(rules: Mapping[str, RuleLimit]) -> dict[str, RuleLimit]:
     """What is judged though not set: refusals beside errors, and beside regression cases the
     aggregate of all cases and the form of the answers.
     """
@@ -585,6 +614,7 @@ def _finding(
     *,
     p_fail: float,
     floor: Estimate | None,
+    standing: Standing | None,
     alpha_fail: float,
     small_share: float,
     mine: Sequence[Measurement],
@@ -604,19 +634,29 @@ def _finding(
         figure = _figure(rule, e, bound)
         # The limit of "none of n" at acceptance 0 holds at any n; the t-interval needs its minimum.
         min_n_fail = 1 if rule.kind == "rate" and e.value == 0 else rule.min_n_fail
+        fails = p_fail <= alpha_fail and e.n >= min_n_fail
+        is_inside = _inside(rule, _widened(e, rule, bound, floor), bound)
+        passes = is_inside and e.n >= min_n
+        if standing is not None:
+            fails, passes = (standing.verdict is v for v in (Verdict.FAIL, Verdict.PASS))
         verdict, word = Verdict.INCONCLUSIVE, ""
-        if p_fail <= alpha_fail and e.n >= min_n_fail:
+        if fails:
             verdict = Verdict.FAIL
             word = "is over" if rule.direction == "max" and not rule.pays else "is under"
+        elif passes:
+            verdict = Verdict.PASS
+            word = "is within" if is_inside else "is not clear of"
         elif e.n < min_n:
             word = f"is from fewer than {min_n} {rule.counts}, too few to judge by"
             needed = min_n - e.n
-        elif _inside(rule, _widened(e, rule, bound, floor), bound):
-            verdict, word = Verdict.PASS, "is within"
         else:
             word = "is not clear of"
             needed = _needed(rule, e, bound)
+        if standing is not None:
+            needed = standing.needed
         why = f"{figure} {word} {_limit_text(rule, limit.limit)}"
+        if passes and not is_inside and standing is not None:
+            why += f"; {standing.note}"
         if needed and rule.counts != "requests":
             why += f"; about {needed} more {rule.counts} are needed"
             needed = None
@@ -691,7 +731,7 @@ def _needed(rule: Rule, e: Estimate, limit: float) -> int | None:
 
 
 def _change(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.3g}%" if math.isfinite(ratio) else "no bound"
+    return f"{100 * (ratio - 1):+.3g}%" if 0 < ratio < math.inf else "no bound"
 
 
 def _apart(value: float, limit: float, show: str) -> str:
@@ -720,7 +760,8 @@ def _figure(rule: Rule, e: Estimate, limit: float) -> str:
     if rule.kind == "speedup":
         low, high = (1 / e.high if e.high else 0.0), (1 / e.low if e.low > 0 else math.inf)
         value = _apart(1 / e.value, 1 / limit if limit else math.inf, "g")
-        return f"{rule.subject} {value} ({low:.3g} to {high:.3g}, n {e.n})"
+        upper = f"{high:.3g}" if math.isfinite(high) else "no bound"
+        return f"{rule.subject} {value} ({low:.3g} to {upper}, n {e.n})"
     if rule.kind in ("share", "difference"):
         value = _apart(100 * e.value, 100 * limit, "g")
         return f"{rule.subject} {value}% ({100 * e.low:.3g}% to {100 * e.high:.3g}%, n {e.n})"

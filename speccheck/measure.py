@@ -106,6 +106,15 @@ LATENCIES: dict[str, Callable[[Receipt], float | None]] = {
 """How each latency is read from a receipt, in seconds."""
 
 
+def latency(receipt: Receipt, name: str, *, tpot_min_tokens: int = TPOT_MIN_TOKENS) -> float | None:
+    """A latency of a completed request, seconds; None where it says nothing about it."""
+    if receipt.outcome != Outcome.OK:
+        return None
+    if name == "tpot" and (receipt.completion_tokens or 0) < tpot_min_tokens:
+        return None
+    return LATENCIES[name](receipt)
+
+
 def measure_route(
     receipts: Sequence[Receipt],
     *,
@@ -174,8 +183,32 @@ def _measure(
     tpot_min_tokens: int,
 ) -> list[Measurement]:
     pairing = pair_receipts(receipts)
-    spec = pairing.speculative
+    measured = _measured(cohort, share, stage, route, stats.FAIL_LEVELS)
+    found = []
+    if len({r.concurrency for r in receipts}) <= 1:
+        for name, get in LATENCIES.items():
+            found += _latency(
+                pairing, name, get, measured, rng=rng, tpot_min_tokens=tpot_min_tokens
+            )
+    return [*found, *_counts(receipts, pairing, measured)]
 
+
+def measure_counts(
+    receipts: Sequence[Receipt], *, cohort: str, share: float, stage: str, route: str
+) -> list[Measurement]:
+    """What `measure_route` says of one cohort, without latencies and at the level of passing alone.
+
+    For those who have intervals of their own and want the counts, notes and worst cases.
+    """
+    return _counts(receipts, pair_receipts(receipts), _measured(cohort, share, stage, route, ()))
+
+
+Measured = Callable[..., Measurement]
+
+
+def _measured(
+    cohort: str, share: float, stage: str, route: str, fail_levels: Sequence[float]
+) -> Measured:
     def measured(
         metric: str,
         estimate: Callable[[float], Estimate] | None,
@@ -190,22 +223,19 @@ def _measure(
             estimate(ALPHA) if estimate else None,
             note,
             tuple(r.receipt_id for r in examples[:5]),
-            tuple(estimate(level) for level in stats.FAIL_LEVELS) if estimate else (),
+            tuple(estimate(level) for level in fail_levels) if estimate else (),
             share,
         )
 
-    found = _acceptance(spec, measured)
-    if len({r.concurrency for r in receipts}) <= 1:
-        for name, get in LATENCIES.items():
-            found += _latency(
-                pairing, name, get, measured, rng=rng, tpot_min_tokens=tpot_min_tokens
-            )
-    found += _outcomes(pairing, measured)
-    found.append(_fallbacks(receipts, measured))
-    return found
+    return measured
 
 
-Measured = Callable[..., Measurement]
+def _counts(receipts: Sequence[Receipt], pairing: Pairing, measured: Measured) -> list[Measurement]:
+    return [
+        *_acceptance(pairing.speculative, measured),
+        *_outcomes(pairing, measured),
+        _fallbacks(receipts, measured),
+    ]
 
 
 def _acceptance(spec: Sequence[Receipt], measured: Measured) -> list[Measurement]:
@@ -316,7 +346,7 @@ def _latency(
     metrics = [f"{name}_{label}_ratio" for label in QUANTILES]
     if not known and not pairing.pairs and pairing.target and pairing.speculative:
         least = tpot_min_tokens if name == "tpot" else 0
-        return _unpaired_latency(pairing, name, get, measured, rng=rng, least=least)
+        return _unpaired_latency(pairing, name, measured, rng=rng, least=least)
     if not known:
         none = note or "no completed pair"
         return [
@@ -363,7 +393,6 @@ def _ms(seconds: float) -> str:
 def _unpaired_latency(
     pairing: Pairing,
     name: str,
-    get: Callable[[Receipt], float | None],
     measured: Measured,
     *,
     rng: np.random.Generator,
@@ -376,13 +405,7 @@ def _unpaired_latency(
     """
 
     def values(side: Sequence[Receipt]) -> list[float]:
-        return [
-            v
-            for r in side
-            if r.outcome == Outcome.OK
-            and (r.completion_tokens or 0) >= least
-            and (v := get(r)) is not None
-        ]
+        return [v for r in side if (v := latency(r, name, tpot_min_tokens=least)) is not None]
 
     target, speculative = values(pairing.target), values(pairing.speculative)
     if not target or not speculative:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from speccheck import (
     calibration,
@@ -120,8 +120,8 @@ class WrittenPacket:
 
 
 @contextmanager
-def open_store(out: Path) -> Iterator[Store]:
-    """The store of a run's folder, to read.
+def open_store(out: Path, *, mode: Literal["read", "write"] = "read") -> Iterator[Store]:
+    """The store of a run's folder, which must be there.
 
     Raises:
         StoreError: there is none, or another process holds it.
@@ -129,7 +129,7 @@ def open_store(out: Path) -> Iterator[Store]:
     path = out / STORE_NAME
     if not path.exists():
         raise StoreError(f"{path}: no receipts there; run a stage first, or give the --out of one")
-    with Store.read(path) as store:
+    with Store.open(path, mode) as store:
         yield store
 
 

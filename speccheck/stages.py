@@ -314,41 +314,54 @@ def shadow_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
 def canary_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     """A growing share of each route's traffic on the speculative arm, beside its control.
 
-    Routes of low consequence first. Guardrails are looked at while it runs; a rule that fails
-    turns speculation off for the route at once.
+    Routes of low consequence first. Every finished request is looked at; a rule that fails turns
+    speculation off for the route at once and until it is reset. What is promoted is watched on.
     """
-    settings = run.rollout.canary
-    judged = Judged(evidence={"steps": [], "events": []})
+    judged = Judged(evidence={"steps": [], "events": [], "monitors": [], "assignment": []})
     for route in sorted(routes, key=lambda r: _CONSEQUENCES.index(r.consequence)):
-        with canary.Guard(run, route, _rules(run, route.name)) as guard:
-            for step, share in enumerate(settings.shares):
-                if guard.decision is not None and step > 0:
+        guard = canary.Guard(run, route)
+        held = ""
+        for step in guard.steps:
+            held = guard.hold(step)
+            if held:
+                run.report.line(f"  {route.name}: not raised to {step.share:.0%}: {held}")
+                break
+            if step.is_watch:
+                _, made = _conclude_canary(run, route.name, guard, held)
+                if made.action is not Action.PROMOTE:
                     break
-                run.drive(
-                    f"{route.name} at {share:.0%}",
-                    canary.plan_step(run, route, step, share),
-                    give_up_after=None,  # a server that died is for the error rule to judge
-                    on_receipt=guard.receipt,
-                    should_send=guard.decide,
-                )
-                guard.settle()
+                _record(run, made)
+                run.report.line(f"  {route.name}: promoted, and watched on at {step.share:.0%}")
+            canary.drive_step(run, route, step, guard)
+        findings, made = _conclude_canary(run, route.name, guard, held)
+        judged.measurements += guard.monitors.measurements()
+        judged.findings += findings
+        judged.decisions.append(made)
         receipts = run.store.receipts(
             run.run_id, stage=Stage.CANARY, route=route.name, warm_up=False
         )
-        rng = run.rng("canary", route.name)
-        measured = canary.with_earlier_errors(
-            run,
-            route.name,
-            measure.measure_route(receipts, stage=Stage.CANARY, route=route.name, rng=rng),
-        )
-        _judge_route(run, judged, Stage.CANARY, route.name, measured, fell_back=guard.decision)
-        origin_ns = _canary_origin_ns(run)
-        judged.evidence["origin_ns"] = origin_ns
-        judged.evidence["steps"] += canary.steps_evidence(
-            run, route.name, guard, receipts, origin_ns
-        )
-        judged.evidence["events"] += canary.event_evidence(run, guard, receipts, origin_ns)
+        judged.evidence["origin_ns"] = origin_ns = _canary_origin_ns(run)
+        shown = canary.evidence(run, route.name, guard, receipts, origin_ns)
+        for name, rows in shown.items():
+            judged.evidence[name] += rows
     return judged
+
+
+def _conclude_canary(
+    run: RunContext, route: str, guard: canary.Guard, held: str
+) -> tuple[list[Finding], Decision]:
+    """What the monitors of a route come to, as of now."""
+    if guard.decision is not None and not guard.monitors.receipts:
+        return list(guard.decision.findings), guard.decision
+    return _conclude(
+        run,
+        Stage.CANARY,
+        route,
+        guard.monitors.measurements(),
+        fell_back=guard.decision,
+        standings=guard.monitors.standings(),
+        beside=guard.findings(held),
+    )
 
 
 def _canary_origin_ns(run: RunContext) -> int:
@@ -381,8 +394,9 @@ def describe(path: Path) -> dict[str, Any]:
     n_replay = 5 * sum(1 + len(p.follow_up) for prompts in replayed for p in prompts)
     n_slices = slices.n_requests(rollout.replay.slice_names, rollout.replay.slice_prompts)
     n_shadow, n_protected = shadow.planned_counts(rollout, protected_prompts(rollout, corpus))
-    steps = len(rollout.canary.shares)
-    n_canary = len(rollout.routes) * steps * rollout.canary.requests_per_step
+    ramp = canary.ramp(rollout.canary, "", 0)
+    n_canary = len(rollout.routes) * sum(step.requests for step in ramp)
+    shares = ", ".join(f"{step.share:.0%}" for step in ramp if not step.is_watch)
     return {
         "run_name": rollout.name,
         "corpus": corpus.digest,
@@ -404,7 +418,7 @@ def describe(path: Path) -> dict[str, Any]:
             {
                 "stage": "canary",
                 "requests": n_canary,
-                "note": f"{steps} steps per route, the last at {rollout.canary.shares[-1]:.0%}",
+                "note": f"steps at {shares} per route, and the watch after a promotion",
             },
         ],
         "routes": [
@@ -451,6 +465,7 @@ def _findings(
     *,
     late: str,
     held: str,
+    standings: Mapping[tuple[str, str], guardrails.Standing] | None = None,
 ) -> list[Finding]:
     """Judge one route. What a later stage judges again need not be settled now, only not fail.
 
@@ -458,14 +473,13 @@ def _findings(
     than planned, or they are empty. No later stage makes good what could not be judged here.
     """
     later = list(Stage)[list(Stage).index(stage) + 1 :]
-    shared = canary.planned_looks(run) if stage is Stage.CANARY else 1
     judged = guardrails.judge(
         rules,
         measured,
         stage=stage,
         route=route,
         noise_floors=shadow.latency_floors(run) if stage in LIVE else None,
-        alpha_fail=guardrails.ALPHA_FAIL / shared,
+        standings=standings,
     )
     found = []
     for finding in guardrails.void_passes(guardrails.void_times(judged, late), held):
@@ -479,19 +493,12 @@ def _findings(
 
 
 def _rules(run: RunContext, route: str) -> dict[str, guardrails.RuleLimit]:
-    limits = run.guardrails.limits(route)
+    limits = guardrails.rule_limits(run.guardrails, route)
     if run.rollout.replay.slice_names:
-        limits.setdefault("max_slice_failures", 0)
+        limits.setdefault("max_slice_failures", guardrails.RuleLimit(0))
     if run.rollout.replay.probe.samples != 0:
-        limits.setdefault("max_sampled_violations", 0)
-    return {
-        name: guardrails.RuleLimit(
-            limit,
-            min_n=run.guardrails.minimum_requests.get(name),
-            counted=name not in run.guardrails.dry_run,
-        )
-        for name, limit in limits.items()
-    }
+        limits.setdefault("max_sampled_violations", guardrails.RuleLimit(0))
+    return limits
 
 
 def _judge_route(
@@ -501,13 +508,30 @@ def _judge_route(
     route: str,
     measured: Sequence[Measurement],
     *,
-    fell_back: Decision | None = None,
     excluded: Sequence[Measurement] = (),
 ) -> None:
-    """Findings and decision of one route, added to what the stage found.
+    """Findings and decision of one route, added to what the stage found."""
+    findings, made = _conclude(run, stage, route, measured, excluded=excluded)
+    judged.measurements += measured
+    judged.findings += findings
+    judged.decisions.append(made)
+
+
+def _conclude(
+    run: RunContext,
+    stage: Stage,
+    route: str,
+    measured: Sequence[Measurement],
+    *,
+    fell_back: Decision | None = None,
+    excluded: Sequence[Measurement] = (),
+    standings: Mapping[tuple[str, str], guardrails.Standing] | None = None,
+    beside: Sequence[Finding] = (),
+) -> tuple[list[Finding], Decision]:
+    """Findings and decision of one route.
 
     `excluded` is measured where the eligibility policy keeps requests off: it is judged and shown,
-    and does not count.
+    and does not count. `standings` are what monitors have reached, `beside` findings of no rule.
     """
     measured = tally.with_counters(
         measured,
@@ -516,39 +540,32 @@ def _judge_route(
         stage=stage,
         route=route,
     )
-    health = _health(run, stage)
-    why = "" if health["valid"] else str(health["reasons"][0])
-    late, held = (why, "") if health["is_late"] else ("", why)
-    if why and not judged.reasons:
-        void = "our client was late, so times are void" if late else "passes on times are void"
-        judged.reasons.append(f"{void}: {why}")
+    late, held = _unfit(_health(run, stage))
     rules = _rules(run, route)
     # What is measured only where the policy keeps requests off is asked only there.
     moved = {m.metric for m in excluded} - {m.metric for m in measured}
     mine = {n: limit for n, limit in rules.items() if guardrails.RULES[n].metric not in moved}
-    findings = _findings(run, stage, route, mine, measured, late=late, held=held)
+    findings = _findings(
+        run, stage, route, mine, measured, late=late, held=held, standings=standings
+    )
     findings += decision.of_kept_off(
         _findings(run, stage, route, rules, excluded, late=late, held=held)
     )
+    findings += beside
     sent = {
         r.pair_id: r
         for r in run.store.receipts(run.run_id, stage=stage, route=route, warm_up=False)
         if graded.in_figures(r)
     }
-    judged.measurements += measured
-    judged.findings += findings
-    judged.decisions.append(
-        fell_back
-        or decision.decide(
-            route,
-            stage,
-            findings,
-            k=run.rollout.speculation.get("num_speculative_tokens"),
-            invalid=_invalid(run),
-            unrepresentative=_unrepresentative(run, stage, route),
-            kept_off=Counter(r.decision_reason for r in sent.values() if r.kept_off),
-            requests=len(sent),
-        )
+    return findings, fell_back or decision.decide(
+        route,
+        stage,
+        findings,
+        k=run.rollout.speculation.get("num_speculative_tokens"),
+        invalid=_invalid(run),
+        unrepresentative=_unrepresentative(run, stage, route),
+        kept_off=Counter(r.decision_reason for r in sent.values() if r.kept_off),
+        requests=len(sent),
     )
 
 
@@ -587,40 +604,51 @@ def _invalid(run: RunContext) -> str:
 
 
 def _keep(run: RunContext, stage: Stage, judged: Judged, started: str) -> None:
-    """Write what a stage found. A decision that stands already is not written twice."""
+    """Write what a stage found."""
     for made in judged.decisions:
-        kept = [
-            k.decision
-            for k in run.store.decisions(run.run_id, made.route)
-            if k.decision.stage == made.stage
-        ]
-        if not kept or to_json(kept[-1]) != to_json(made):
-            run.store.append_decision(run.run_id, made, decided_at_ns=time.time_ns())
+        _record(run, made)
     verdict = judged.verdict
     if verdict is None:
         verdict = worst(decision.verdict_of(made) for made in judged.decisions)
     run.store.put_measurements(run.run_id, stage, judged.measurements)
     run.store.put_findings(run.run_id, stage, judged.findings)
     receipts = run.store.receipts(run.run_id, stage=stage, warm_up=False)
+    health = _health(run, stage)
     reasons = judged.reasons + [
         f"{made.route}: {made.reason}"
         for made in judged.decisions
         if made.action is not Action.PROMOTE
     ]
     counters, notes = _counters(run, stage)
+    late, held = _unfit(health) if receipts and judged.decisions else ("", "")
+    if late:
+        reasons.insert(0, f"our client was late, so times are void: {late}")
+    elif held:
+        reasons.insert(0, f"passes on times are void: {held}")
     evidence = {
         "verdict": verdict.word,
         "reasons": reasons,
         "started": started,
         "finished": _now(),
         "counts": _counts(receipts),
-        "client_health": _health(run, stage),
+        "client_health": health,
         "server_counters": to_json(counters),
         "notes": [*judged.notes, *notes],
         "evidence": to_json(judged.evidence),
     }
     run.store.put_stage(store.StageResult(run.run_id, stage, time.time_ns(), verdict, evidence))
     run.report.line(f"  {stage}: {verdict.word}" + "".join(f"\n    {r}" for r in reasons))
+
+
+def _record(run: RunContext, made: Decision) -> None:
+    """Add a decision to the run's chain; one that stands already is not written twice."""
+    kept = [
+        k.decision
+        for k in run.store.decisions(run.run_id, made.route)
+        if k.decision.stage == made.stage
+    ]
+    if not kept or to_json(kept[-1]) != to_json(made):
+        run.store.append_decision(run.run_id, made, decided_at_ns=time.time_ns())
 
 
 def _counts(receipts: Sequence[Receipt]) -> dict[str, int]:
@@ -647,6 +675,12 @@ def _counters(run: RunContext, stage: Stage) -> tuple[dict[str, Any], list[str]]
     counters = tally.beside_receipts(drives, receipts)
     notes = (tally.cut_off_note(drives, receipts), tally.histogram_note(counters))
     return counters, [note for note in notes if note]
+
+
+def _unfit(health: Mapping[str, Any]) -> tuple[str, str]:
+    """Why our own client was late, and why the load was lighter than planned; empty if not."""
+    why = "" if health["valid"] else str(health["reasons"][0])
+    return (why, "") if health["is_late"] else ("", why)
 
 
 def _now() -> str:

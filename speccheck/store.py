@@ -582,19 +582,28 @@ class Store:
         """
         if not batch:
             return 0
-        receipts = [
-            _receipt_row(receipt, self._shifts.get(receipt.run_id, 0)) for receipt, _ in batch
-        ]
+        first: dict[str, Receipt] = {}
+        for receipt, _ in batch:
+            first.setdefault(receipt.receipt_id, receipt)
         answers = [
             asdict(a) | {"details": None if a.details is None else canonical_json(a.details)}
             for _, a in batch
             if a is not None
         ]
         with self._writing():
-            added = self._insert("receipts", receipts)
+            known = self._rows(
+                "SELECT receipt_id FROM receipts WHERE receipt_id IN (SELECT unnest(?::VARCHAR[]))",
+                [list(first)],
+            )
+            # Known ones are taken out here: DuckDB's OR IGNORE loses the order of the rows.
+            for (receipt_id,) in known:
+                del first[receipt_id]
+            receipts = [_receipt_row(r, self._shifts.get(r.run_id, 0)) for r in first.values()]
+            if receipts:
+                self._insert("receipts", receipts, on_known="ABORT")
             if answers:
                 self._insert("texts", answers)
-        return added
+        return len(receipts)
 
     def done_keys(self, run_id: str, stage: str, phase: str | None = None) -> set[str]:
         """Receipt ids already written: what a resumed plan need not send again."""
@@ -617,6 +626,19 @@ class Store:
             "ORDER BY scheduled_ns, receipt_id",
             values,
         )
+        return [_receipt(row) for row in rows]
+
+    def arrived(self, run_id: str, **filters: Filter) -> list[Receipt]:
+        """Receipts of a run in the order in which they came in, however many processes wrote them.
+
+        Filters as for `receipts`.
+
+        Raises:
+            UsageError: for a name that is no column.
+        """
+        where, values = _where({"run_id": run_id, **filters}, _RECEIPT_FIELDS)
+        names = ", ".join(_RECEIPT_FIELDS)
+        rows = self._rows(f"SELECT {names} FROM receipts{where} ORDER BY rowid", values)
         return [_receipt(row) for row in rows]
 
     def columns(
@@ -989,8 +1011,17 @@ class Store:
         with self._reading() as connection:
             return connection.execute(sql, values).fetchall()
 
-    def _insert(self, table: str, rows: Sequence[Mapping[str, Any]]) -> int:
-        """Add rows whose key is not there; how many. Types come from SCHEMA, strictly."""
+    def _insert(
+        self,
+        table: str,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        on_known: Literal["IGNORE", "ABORT"] = "IGNORE",
+    ) -> None:
+        """Add rows, those whose key is not there. Types come from SCHEMA, strictly.
+
+        With ABORT a known key is an error, and rows keep their order.
+        """
         if table not in self._structures:
             described = self._connection.execute(f"DESCRIBE {table}").fetchall()
             shape = {
@@ -999,13 +1030,13 @@ class Store:
             }
             self._structures[table] = json.dumps([shape])
         rows_json = json.dumps(rows, ensure_ascii=False, allow_nan=False)
-        done = self._connection.execute(
+        verb = "INSERT OR IGNORE" if on_known == "IGNORE" else "INSERT"
+        self._connection.execute(
             # Two steps: unnesting list and struct at once parses the text once per column.
-            f"INSERT OR IGNORE INTO {table} BY NAME SELECT unnest(item) FROM (SELECT unnest("
+            f"{verb} INTO {table} BY NAME SELECT unnest(item) FROM (SELECT unnest("
             f"from_json_strict(?, '{self._structures[table]}')) AS item)",
             [rows_json],
-        ).fetchone()
-        return int(done[0]) if done else 0
+        )
 
     def _replace(self, table: str, run_id: str, stage: str, rows: list[list[Any]]) -> None:
         with self._writing() as connection:

@@ -23,7 +23,7 @@ ROLLOUT: dict[str, Any] = {
     "corpus": {"paths": ["corpus.jsonl"]},
     "fixture": {"seeds": 500},
     "shadow": {"requests_per_route": 40, "rate_per_s": 200, "blocks": 4},
-    "canary": {"shares": [0.5], "requests_per_step": 40, "rate_per_s": 200, "look_every": 40},
+    "canary": {"shares": [0.5], "requests_per_step": 40, "rate_per_s": 200, "watch_requests": 0},
     "warm_up": 1,
     "routes": [{"name": "chat"}],
 }

@@ -931,19 +931,66 @@ def shadow_evidence() -> dict[str, Any]:
 def canary_evidence() -> dict[str, Any]:
     """`CanaryEvidence`, all parts; code-complete falls back in its third step."""
 
-    def looks(value: float, verdict: str) -> list[dict[str, Any]]:
+    def monitors(route: str) -> list[dict[str, Any]]:
+        broken = route == "code-complete"
+        value = 1.42 if broken else 0.71
+        tpot = estimate(
+            value,
+            value * 0.86,
+            value * 1.17,
+            210,
+            "rank-band confidence sequence, p95, unpaired",
+        )
+        errors = estimate(0.0, 0.0, 0.0081, 442, "beta-binomial e-process")
+        levels = {"pass_needs": 20.0, "fail_needs": 600.0}
         return [
             {
+                "route": route,
                 "rule": "max_tpot_p95_regression",
-                "n": n,
-                "estimate": estimate(
-                    value, value * 0.86, value * 1.17, n, "ratio of order-statistic intervals, p95"
-                ),
+                "cohort": "",
+                "method": tpot.method,
+                "verdict": "fail" if broken else "pass",
+                "n": 210,
+                "estimate": tpot,
                 "limit": 1.1,
                 "unit": "ratio",
-                "verdict": verdict,
-            }
-            for n in (100, 200)
+                "pass_evidence": 1.0 if broken else 312.0,
+                "fail_evidence": 8841.0 if broken else 1.0,
+                **levels,
+                "next": "failed at request 210, and nothing but a reset undoes that"
+                if broken
+                else "passed at request 110, which does not expire",
+            },
+            {
+                "route": route,
+                "rule": "max_error_rate",
+                "cohort": "",
+                "method": errors.method,
+                "verdict": "pass",
+                "n": 442,
+                "estimate": errors,
+                "limit": 0.01,
+                "unit": "share",
+                "pass_evidence": 39.4,
+                "fail_evidence": 0.004,
+                **levels,
+                "next": "passed at request 358, which does not expire; 4 in a row fail it",
+            },
+            {
+                "route": route,
+                "rule": "max_unsupported_requests",
+                "cohort": "",
+                "method": "count of requests",
+                "verdict": "pass",
+                "n": 442,
+                "estimate": estimate(0.0, 0.0, 0.0, 442, "count of requests"),
+                "limit": 0.0,
+                "unit": "count",
+                "pass_evidence": 1e300,
+                "fail_evidence": 1.0,
+                **levels,
+                "next": "fails at the first one over the limit",
+            },
         ]
 
     steps = []
@@ -965,12 +1012,23 @@ def canary_evidence() -> dict[str, Any]:
                     "why": "TPOT p95 +42% (+21.8% to +66%) is over the limit of +10%"
                     if broken
                     else "no rule is broken; speculation pays so far",
-                    "looks": looks(1.42 if broken else 0.71, "fail" if broken else "pass"),
                 }
             )
     return {
         "origin_ns": 105_000_000_000,
         "steps": steps,
+        "monitors": [line for route in ROUTES[:3] for line in monitors(route)],
+        "assignment": [
+            {
+                "route": route,
+                "speculative": 115,
+                "target_only": 317,
+                "expected": 115.2,
+                "evidence": 0.31,
+                "needs": 1000.0,
+            }
+            for route in ROUTES[:3]
+        ],
         "events": [
             {
                 "at_s": 72.0,

@@ -26,7 +26,7 @@ replay:
   slice_prompts: 2
   probe: {prompts: 2, samples: 3, max_tokens: 8}
 shadow: {requests_per_route: 8, blocks: 4, rate_per_s: 8}
-canary: {shares: [0.5], requests_per_step: 12, look_every: 6, rate_per_s: 8}
+canary: {shares: [0.5], requests_per_step: 12, min_speculative: 4, watch_requests: 4, rate_per_s: 8}
 warm_up: 1
 routes:
   - name: support

@@ -52,6 +52,7 @@ ORDER = [
     "guardrails",
     "decision",
     "proposal",
+    "monitors",
     "charts",
     "packet",
     "context",

@@ -243,33 +243,6 @@ def test_killed_at_random_moments_the_run_is_resumed_whole(tmp_path: Path, seed:
     assert {r.outcome for r in planned} == {"ok"}
 
 
-def test_the_guards_worker_ends_with_a_killed_parent() -> None:
-    """`kill -9` of the command leaves no process behind that waits for looks."""
-    script = (
-        "import multiprocessing, os\n"
-        "from concurrent.futures import ProcessPoolExecutor\n"
-        "from speccheck import canary\n"
-        "if __name__ == '__main__':\n"
-        "    spawn = multiprocessing.get_context('spawn')\n"
-        "    pool = ProcessPoolExecutor(1, spawn, initializer=canary._start_worker)\n"
-        "    pool.submit(os.getpid).result()\n"
-        "    print('ready', flush=True)\n"
-        "    input()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"ready\n"
-    process.kill()
-    # The worker has our pipe too: it ends only when both are gone.
-    left, _ = process.communicate(timeout=20)
-    assert left == b""
-
-
 def receipt_ids(path: Path) -> set[str]:
     """Receipt ids in a store that no process holds."""
     with Store.open(path) as store:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from speccheck import __version__
+from speccheck.cli.canary import canary
 from speccheck.cli.data import corpus, receipts
 from speccheck.cli.doctor import doctor
 from speccheck.cli.estimate import estimate
@@ -406,6 +407,7 @@ def packet(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
 
 
 for _command in (
+    canary,
     doctor,
     receipts,
     corpus,

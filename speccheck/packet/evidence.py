@@ -451,15 +451,39 @@ class ShadowEvidence(TypedDict, total=False):
     """How the arms shared the machine: "two servers, alternating blocks", "two GPUs" ..."""
 
 
-class CanaryLook(TypedDict):
-    """One look at one rule; looks are planned beforehand and share the level of failing."""
+class CanaryMonitor(TypedDict):
+    """Where a rule's monitor stands at the end: `monitors.Reading`, with its route.
 
+    Evidence is odds: `pass_evidence` of `pass_needs` passes the rule, likewise to fail.
+    """
+
+    route: str
     rule: str
+    cohort: str
+    method: str
+    verdict: str
     n: int
     estimate: Interval
     limit: float | None
     unit: str
-    verdict: str
+    pass_evidence: float
+    pass_needs: float
+    fail_evidence: float
+    fail_needs: float
+    next: str
+    """What would decide it, or since when it is decided."""
+
+
+class CanaryAssignment(TypedDict):
+    """How a route's requests fell to the arms, and the odds against the planned share."""
+
+    route: str
+    speculative: int
+    target_only: int
+    expected: float
+    """Speculative requests that the shares promised."""
+    evidence: float
+    needs: float
 
 
 class CanaryStep(TypedDict):
@@ -475,7 +499,6 @@ class CanaryStep(TypedDict):
     target_n: int
     verdict: str
     why: str
-    looks: Sequence[CanaryLook]
 
 
 class CanaryEvent(TypedDict):
@@ -483,7 +506,7 @@ class CanaryEvent(TypedDict):
 
     at_s: float
     kind: str
-    """step, alarm, fall_back, restart, override ..."""
+    """step, outage, fall_back, restart, override ..."""
     route: str
     text: str
     rule: NotRequired[str]
@@ -500,6 +523,8 @@ class CanaryEvidence(TypedDict, total=False):
     """The receipts' clock at the canary's start. Left out: the first scheduled request."""
     steps: Sequence[CanaryStep]
     events: Sequence[CanaryEvent]
+    monitors: Sequence[CanaryMonitor]
+    assignment: Sequence[CanaryAssignment]
 
 
 @dataclass(frozen=True)

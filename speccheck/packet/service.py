@@ -26,6 +26,7 @@ from speccheck.charts import (
     Track,
 )
 from speccheck.measure import is_control
+from speccheck.monitors import odds_text
 from speccheck.packet import view
 from speccheck.packet.evidence import RunEvidence
 from speccheck.packet.parts import (
@@ -349,6 +350,8 @@ def _canary(evidence: RunEvidence, receipts: Sequence[Receipt]) -> view.CanaryVi
     routes = dict.fromkeys([*fallen, *(step["route"] for step in steps)])
     return view.CanaryView(
         steps=tuple(_step_line(step) for step in steps),
+        monitors=tuple(_monitor_line(monitor) for monitor in part.get("monitors", ())),
+        assignment=tuple(_assignment_line(line) for line in part.get("assignment", ())),
         events=tuple(_event_line(event) for event in events),
         charts=tuple(
             _canary_chart(f"canary-{number}", route, by_route[route], {**begin, **part})
@@ -371,17 +374,39 @@ def _step_line(step: Mapping[str, Any]) -> view.StepLine:
         target_n=step["target_n"],
         mark=verdict_mark(step["verdict"]),
         why=step["why"],
-        looks=tuple(
-            view.LookLine(
-                rule=look["rule"],
-                n=look["n"],
-                estimate=interval(look["estimate"], look["unit"], "no estimate at this look"),
-                limit=look["limit"],
-                unit=look["unit"],
-                mark=verdict_mark(look["verdict"]),
-            )
-            for look in step["looks"]
-        ),
+    )
+
+
+def _monitor_line(monitor: Mapping[str, Any]) -> view.MonitorLine:
+    to_pass, to_fail = (
+        "exact"
+        if monitor["unit"] == "count"
+        else odds_text(monitor[f"{side}_evidence"], monitor[f"{side}_needs"])
+        for side in ("pass", "fail")
+    )
+    return view.MonitorLine(
+        route=monitor["route"],
+        rule=monitor["rule"],
+        cohort=monitor["cohort"],
+        method=monitor["method"],
+        n=monitor["n"],
+        estimate=interval(monitor["estimate"], monitor["unit"], "no request said anything"),
+        limit=monitor["limit"],
+        unit=monitor["unit"],
+        to_pass=to_pass,
+        to_fail=to_fail,
+        mark=verdict_mark(monitor["verdict"]),
+        next=monitor["next"],
+    )
+
+
+def _assignment_line(assignment: Mapping[str, Any]) -> view.AssignmentLine:
+    return view.AssignmentLine(
+        route=assignment["route"],
+        speculative=assignment["speculative"],
+        target_only=assignment["target_only"],
+        expected=round(assignment["expected"]),
+        mismatch=odds_text(assignment["evidence"], assignment["needs"]),
     )
 
 

@@ -472,15 +472,35 @@ class ProtectedView:
 
 
 @dataclass(frozen=True)
-class LookLine:
-    """One planned look at one rule in a canary step."""
+class MonitorLine:
+    """Where one rule's monitor stands on a route of the canary."""
 
+    route: str
     rule: str
+    cohort: str
+    method: str
     n: int
     estimate: Interval | Missing
     limit: float | None
     unit: str
+    to_pass: str
+    """Evidence for it, as odds, of those that pass the rule."""
+    to_fail: str
     mark: Mark
+    next: str
+
+
+@dataclass(frozen=True)
+class AssignmentLine:
+    """How a route's requests fell to the arms."""
+
+    route: str
+    speculative: int
+    target_only: int
+    expected: int
+    """Speculative requests that the shares promised."""
+    mismatch: str
+    """Evidence against the planned shares, as odds, of those that make it a finding."""
 
 
 @dataclass(frozen=True)
@@ -496,7 +516,6 @@ class StepLine:
     target_n: int
     mark: Mark
     why: str
-    looks: tuple[LookLine, ...]
 
 
 @dataclass(frozen=True)
@@ -516,9 +535,11 @@ class EventLine:
 
 @dataclass(frozen=True)
 class CanaryView:
-    """Canary: steps, events and one time chart per route."""
+    """Canary: steps, monitors, events and one time chart per route."""
 
     steps: tuple[StepLine, ...]
+    monitors: tuple[MonitorLine, ...]
+    assignment: tuple[AssignmentLine, ...]
     events: tuple[EventLine, ...]
     charts: tuple[Chart, ...]
 

@@ -113,6 +113,12 @@ class Rate:
             return together
         return min(together, float(rate_under(self.events, self.added, self._limit)))
 
+    @property
+    def is_borrowed(self) -> bool:
+        """Whether what was added here alone would not show that the rate is under."""
+        alone = float(rate_under(self.events, self.added, self._limit))
+        return alone < log_odds_against(self._levels["under"])
+
     def _over(self, events: int, n: int, row: float) -> float:
         return max(float(rate_over(events, n, self._limit)), row) - math.log(2)
 
