@@ -272,7 +272,8 @@ class Guard:
         step = self._by_phase.get(receipt.phase)
         if step is None:  # warm-up, or from before a reset
             return
-        self._seen[receipt.phase] += receipt.arm == Arm.SPECULATIVE and not receipt.kept_off
+        speculative = receipt.arm == Arm.SPECULATIVE and not receipt.kept_off
+        self._seen[receipt.phase] += int(speculative)
         failed = self.monitors.add(receipt, share=step.share)
         if self.decision is None and any(map(self._is_broken, failed)):
             self._fall_back()
@@ -295,6 +296,10 @@ class Guard:
     def seen(self, step: Step) -> int:
         """Requests of the speculative arm that a step has seen."""
         return self._seen[step.phase]
+
+    def has_begun(self, step: Step) -> bool:
+        """Whether a step has seen any request."""
+        return step.phase in self._seen
 
     def hold(self, step: Step) -> str:
         """Why the share must not grow to that of a step, or empty."""

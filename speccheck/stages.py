@@ -326,7 +326,7 @@ def canary_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
             if held:
                 run.report.line(f"  {route.name}: not raised to {step.share:.0%}: {held}")
                 break
-            if step.is_watch:
+            if step.is_watch and not guard.has_begun(step):
                 _, made = _conclude_canary(run, route.name, guard, held)
                 if made.action is not Action.PROMOTE:
                     break

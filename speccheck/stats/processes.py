@@ -18,7 +18,7 @@ from speccheck.records import Estimate
 from speccheck.stats.fixed import quantile, unknown
 from speccheck.stats.sequential import (
     BURN_IN,
-    QUANTILE_WEIGHT,
+    PRIOR_WEIGHT,
     band_limits,
     clean_needed,
     failure_run,
@@ -403,7 +403,7 @@ class RankBand:
     """`sequential.rank_band` of a growing n, one step at a time."""
 
     def __init__(self, p: float, alpha: float) -> None:
-        a, b = QUANTILE_WEIGHT * p, QUANTILE_WEIGHT * (1 - p)
+        a, b = PRIOR_WEIGHT * p, PRIOR_WEIGHT * (1 - p)
         self._prior = a, b
         self._steps = math.log(p), math.log1p(-p)
         self._enough = (

@@ -31,11 +31,9 @@ from speccheck.stats.fixed import Floats, unknown
 _TINY = 1e-290
 """Below this a regularised incomplete beta is taken from its continued fraction, in logarithms."""
 
-_SHARE_WEIGHT = 100.0
-"""Weight, in requests, of the prior around a planned share."""
-
-QUANTILE_WEIGHT = 10.0
-"""Weight, in requests, of the prior around a quantile's probability: (9.5, 0.5) for p95."""
+PRIOR_WEIGHT = 10.0
+"""Weight, in requests, of the prior around a share or a quantile's probability: (9.5, 0.5) for p95.
+A light one: it sees a gross mismatch within a dozen requests, and costs little on a small one."""
 
 _RUN_SPREAD = 100
 """Over how many first requests the stake on failures in a row is spread about evenly."""
@@ -143,7 +141,7 @@ def rate_under(k: npt.ArrayLike, n: npt.ArrayLike, limit: float) -> Floats:
 def share_off(k: npt.ArrayLike, n: npt.ArrayLike, share: float) -> Floats:
     """Two-sided evidence that requests do not fall to an arm at this share (sample ratio, log)."""
     events, size = np.asarray(k, dtype=float), np.asarray(n, dtype=float)
-    a, b = _SHARE_WEIGHT * share, _SHARE_WEIGHT * (1 - share)
+    a, b = PRIOR_WEIGHT * share, PRIOR_WEIGHT * (1 - share)
     return _beta_binomial(events, size, share, a, b)
 
 
@@ -235,7 +233,7 @@ def one_sided_reach(n: int, *, alpha: float) -> float:
     """
     rho = _tuned(min(2 * alpha, 0.5))
     spread = n * rho * rho + 1
-    return math.sqrt(spread / (n * rho) ** 2 * math.log(spread / (2 * alpha) ** 2))
+    return math.sqrt(spread * (math.log(spread) - 2 * math.log(2 * alpha))) / (n * rho)
 
 
 def one_sided_evidence(distance: float, n: int, alpha: float) -> float:
@@ -276,7 +274,7 @@ def rank_band(n: int, p: float, *, alpha: float) -> tuple[int, int]:
     """
     counts = np.arange(n + 1, dtype=float)
     size = np.full_like(counts, n)
-    a, b = QUANTILE_WEIGHT * p, QUANTILE_WEIGHT * (1 - p)
+    a, b = PRIOR_WEIGHT * p, PRIOR_WEIGHT * (1 - p)
     credible = np.nonzero(_beta_binomial(counts, size, p, a, b) < log_odds_against(alpha))[0]
     return int(credible[0]), int(credible[-1])
 
