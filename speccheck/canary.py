@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from speccheck import corpus, decision, graded, guardrails, monitors, plan
+from speccheck import corpus, decision, graded, guardrails, monitors, plan, shadow
 from speccheck.config import CanaryConfig, Guardrails, Rollout, Route
 from speccheck.context import RunContext
 from speccheck.errors import SpeccheckError, UsageError
@@ -237,6 +237,7 @@ def watched(
         rule_limits(rules, route),
         acceptance=rollout.canary.acceptance_method,
         earlier=earlier,
+        floors=shadow.latency_floors(store, run_id),
     )
     return watch, ramp(rollout.canary, route, resets_of(store, run_id, route))
 
@@ -386,6 +387,7 @@ def judge(watch: monitors.Monitors, rules: Guardrails) -> tuple[Finding, ...]:
         watch.measurements(),
         stage=Stage.CANARY,
         route=watch.route,
+        noise_floors=watch.floors,
         standings=watch.standings(),
     )
 

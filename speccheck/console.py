@@ -395,12 +395,6 @@ def canary_page(run_id: str, routes: Sequence[RouteStatus]) -> None:
     print("\n".join(lines))
 
 
-def _wrapped(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(
-        printable(text), 79, initial_indent=" " * indent, subsequent_indent=" " * (indent + 2)
-    )
-
-
 def receipt_table(receipts: Sequence[Receipt], *, total: int) -> None:
     """One line per receipt, 80 columns wide."""
     print(f"{'receipt':<16} {'arm':<6} {'stage/phase':<22} {'out':>4} {'acc':>7} {'ms':>6} outcome")
@@ -482,8 +476,14 @@ def sweep_lines(result: SweepResult, *, with_figures: bool) -> list[str]:
 _OPEN_SHOWN = 8
 
 
-def _wrapped(text: str) -> list[str]:
-    return textwrap.wrap(printable(text), 80, subsequent_indent="    ", break_long_words=False)
+def _wrapped(text: str, indent: int = 0) -> list[str]:
+    return textwrap.wrap(
+        printable(text),
+        80,
+        initial_indent=" " * indent,
+        subsequent_indent=" " * (indent + (2 if indent else 4)),
+        break_long_words=False,
+    )
 
 
 def _by_family(loads: Iterable[Load]) -> dict[tuple[str, str], list[Load]]:

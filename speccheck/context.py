@@ -282,8 +282,7 @@ class RunContext:
 
     def rng(self, *names: object) -> np.random.Generator:
         """The generator of one named part of the run: same run, same name, same numbers."""
-        parts = [zlib.crc32(str(name).encode()) for name in names]
-        return np.random.default_rng([self.rollout.seed, *parts])
+        return named_rng(self.rollout.seed, *names)
 
     def prompts(self, route: Route, traffic: Traffic | None = None) -> tuple[Prompt, ...]:
         """Corpus prompts of a route (or of its traffic in one stage), see `route_prompts`.
@@ -334,6 +333,12 @@ def _counted(
         else:
             found[arm] = telemetry.counted(telemetry.difference(first, last))
     return found
+
+
+def named_rng(seed: int, *names: object) -> np.random.Generator:
+    """The generator of one named part of a run with this seed."""
+    parts = [zlib.crc32(str(name).encode()) for name in names]
+    return np.random.default_rng([seed, *parts])
 
 
 def latest_arms(opened: store.Store, run_id: str) -> dict[Arm, ArmDescription]:

@@ -578,15 +578,18 @@ def _fail_p(m: Measurement, rule: Rule, limit: float, floor: Estimate | None) ->
     return min(levels, default=1.0)
 
 
-def _noise(rule: Rule, limit: float, floor: Estimate | None) -> float:
-    """Log noise of the A/A control if it is more than half of what the rule allows, else 0."""
+def noise(rule: Rule, limit: float, floor: Estimate | None) -> float:
+    """Log noise of the A/A control if it is more than half of what the rule allows, else 0.
+
+    `limit` is in the metric's unit.
+    """
     if floor is None or not rule.is_timed or not _is_whole(floor):
         return 0.0
     if floor.low <= 0 or math.isinf(floor.high):
         return math.inf
-    noise = max(abs(math.log(floor.low)), abs(math.log(floor.high)))
+    shown = max(abs(math.log(floor.low)), abs(math.log(floor.high)))
     allowed = abs(math.log(limit)) if rule.kind == "regression" else 0.0
-    return noise if noise > allowed / 2 else 0.0
+    return shown if shown > allowed / 2 else 0.0
 
 
 def _floor_text(rule: Rule, limit: float, floor: Estimate | None, verdict: Verdict) -> str:
@@ -594,16 +597,16 @@ def _floor_text(rule: Rule, limit: float, floor: Estimate | None, verdict: Verdi
     if floor is None or not rule.is_timed or not _is_whole(floor):
         return ""
     shown = f"{_change(floor.low)} to {_change(floor.high)} (noise floor, n {floor.n})"
-    if verdict is Verdict.INCONCLUSIVE and _noise(rule, limit, floor) > 0:
+    if verdict is Verdict.INCONCLUSIVE and noise(rule, limit, floor) > 0:
         return f"; target-only against itself already shows {shown}"
     return f"; target-only against itself {shown}"
 
 
 def _widened(e: Estimate, rule: Rule, limit: float, floor: Estimate | None) -> Estimate:
-    noise = _noise(rule, limit, floor)
-    if noise == 0:
+    log_noise = noise(rule, limit, floor)
+    if log_noise == 0:
         return e
-    factor = math.exp(noise) if noise < 700 else math.inf
+    factor = math.exp(log_noise) if log_noise < 700 else math.inf
     return Estimate(e.value, e.low / factor, e.high * factor, e.n, e.method, e.alpha)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from speccheck import measure, stats
+from speccheck import guardrails, measure, stats
 from speccheck.guardrails import (
     ALPHA_FAIL,
     LOOP_SHARE,
@@ -323,6 +323,7 @@ def _monitor(
     alpha_fail: float,
     acceptance: AcceptanceMethod,
     earlier: tuple[int, int],
+    floor: Estimate | None,
 ) -> Monitor:
     """The monitor of a rule: its method, and what it takes from a receipt."""
     bound = rule.metric_limit(limit.limit)
@@ -363,11 +364,13 @@ def _monitor(
     if rule.metric == "mean_acceptance_length":
         length = stats.RatioOfSums(bound, level, offset=1.0)
         return made(length, _drafts(length, "verify_steps"))
+    log_noise = guardrails.noise(rule, bound, floor)
+    noise = math.exp(log_noise) if log_noise < 700 else math.inf
     if rule.metric == "e2e_mean_ratio":
-        means = stats.MeanRatio(bound, level)
+        means = stats.MeanRatio(bound, level, noise=noise)
         return made(means, _times(means, "e2e"))
     name, label = rule.metric.removesuffix("_ratio").rsplit("_", 1)
-    ratio = stats.QuantileRatio(bound, level, p=measure.QUANTILES[label])
+    ratio = stats.QuantileRatio(bound, level, p=measure.QUANTILES[label], noise=noise)
     return made(ratio, _times(ratio, name))
 
 
@@ -532,6 +535,7 @@ class Monitors:
         *,
         acceptance: AcceptanceMethod,
         earlier: Sequence[Receipt] = (),
+        floors: Mapping[str, Estimate] | None = None,
         alpha_fail: float = ALPHA_FAIL,
     ) -> None:
         """Begin to watch a route.
@@ -544,6 +548,8 @@ class Monitors:
                 speculative arm among them help to pass the error rate (see `stats.Rate`) as long as
                 they were served by the same version. They never help to fail it, and no other rule
                 looks at them.
+            floors: A/A ratios by metric (`measure.noise_floors`): beyond a limit on times by less
+                than target-only differs from itself decides nothing, see `guardrails.judge`.
             alpha_fail: level of failing over all monitors of the route together.
         """
         self.route = route
@@ -555,6 +561,7 @@ class Monitors:
             if Stage.CANARY in RULES[name].stages
         }
         self._acceptance: AcceptanceMethod = acceptance
+        self.floors = floors or {}
         self._alpha_fail = alpha_fail
         self._versions: dict[str, tuple[object, ...]] = {}
         for receipt in earlier:
@@ -586,6 +593,7 @@ class Monitors:
                 alpha_fail=alpha / max(tests, 1),
                 acceptance=self._acceptance,
                 earlier=(0, 0) if cohort else self._earlier,
+                floor=self.floors.get(RULES[name].metric),
             )
             for name, limit in self._rules.items()
         ]

@@ -23,7 +23,7 @@ import numpy as np
 from speccheck import measure, plan, stats
 from speccheck.calibration import Calibration
 from speccheck.config import Rollout, Route
-from speccheck.context import PROTECTED, RunContext, latest_arms
+from speccheck.context import PROTECTED, RunContext, latest_arms, named_rng
 from speccheck.estimate import scheduling_notes
 from speccheck.records import (
     Arm,
@@ -37,6 +37,7 @@ from speccheck.records import (
     Sampler,
     Stage,
 )
+from speccheck.store import Store
 
 PHASE = "mirror"
 A_A = "mirror-aa"
@@ -185,10 +186,10 @@ def _order(blocks: int, rng: np.random.Generator) -> list[bool]:
 # --- figures ------------------------------------------------------------------------------------
 
 
-def latency_floors(run: RunContext) -> dict[str, Estimate]:
-    """What target-only shows against itself in this run, see `measure.noise_floors`."""
-    receipts = run.store.receipts(run.run_id, stage=Stage.SHADOW, warm_up=False)
-    return measure.noise_floors(receipts, rng=run.rng("floor"))
+def latency_floors(opened: Store, run_id: str) -> dict[str, Estimate]:
+    """What target-only shows against itself in a run, see `measure.noise_floors`."""
+    receipts = opened.receipts(run_id, stage=Stage.SHADOW, warm_up=False)
+    return measure.noise_floors(receipts, rng=named_rng(opened.run(run_id).seed, "floor"))
 
 
 def evidence(

@@ -303,7 +303,9 @@ def shadow_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         ]
         _judge_route(run, judged, Stage.SHADOW, route.name, measured)
     delay = next((f for f in judged.findings if f.rule == "max_protected_delay"), None)
-    judged.evidence = shadow.evidence(run, receipts, protected, delay, shadow.latency_floors(run))
+    judged.evidence = shadow.evidence(
+        run, receipts, protected, delay, shadow.latency_floors(run.store, run.run_id)
+    )
     judged.notes = shadow.lookup_notes(run, sweep.calibrated(run.store, run.run_id))
     return judged
 
@@ -478,7 +480,7 @@ def _findings(
         measured,
         stage=stage,
         route=route,
-        noise_floors=shadow.latency_floors(run) if stage in LIVE else None,
+        noise_floors=shadow.latency_floors(run.store, run.run_id) if stage in LIVE else None,
         standings=standings,
     )
     found = []

@@ -55,7 +55,7 @@ def test_order_statistic_ratio_is_conservative():
 
 
 def test_block_bootstrap_covers_where_pairs_do_not():
-    """With 24 blocks that are slow together, 90 % intervals of 150 samples: blocks cover 82 to 97 %.
+    """With 24 blocks slow together, 90 % intervals of 150 samples: by blocks 82 to 97 % cover.
 
     Resampling pairs, as if they were independent, covers in under two thirds.
     """

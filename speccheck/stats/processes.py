@@ -328,19 +328,22 @@ def _evidence_of(shown: Callable[[float], bool]) -> float:
     return low
 
 
-def _is_shown(limits: tuple[float, float], limit: float, side: Side) -> bool:
-    return limits[0] > limit if side == "over" else limits[1] <= limit
+def _is_shown(limits: tuple[float, float], limit: float, side: Side, noise: float) -> bool:
+    """Whether a ratio lies beyond the limit by more than the factor `noise`."""
+    return limits[0] > limit * noise if side == "over" else limits[1] * noise <= limit
 
 
 class MeanRatio:
     """Ratio of geometric means of two independent arms, speculative over target-only.
 
     Each arm's log mean has an asymptotic confidence sequence at half the level; silent before
-    `BURN_IN` requests on both.
+    `BURN_IN` requests on both. `noise` is a factor of at least 1 that target-only shows against
+    itself: the ratio must lie beyond the limit by more than that.
     """
 
-    def __init__(self, limit: float, levels: Levels) -> None:
+    def __init__(self, limit: float, levels: Levels, *, noise: float = 1.0) -> None:
         self._limit = limit
+        self._noise = noise
         self._levels = levels
         self._sizes = [0, 0]
         self._sums = [0.0, 0.0]
@@ -376,11 +379,13 @@ class MeanRatio:
 
     def shows(self, side: Side) -> bool:
         """See `Process`."""
-        return _is_shown(self._limits(self._levels[side]), self._limit, side)
+        return _is_shown(self._limits(self._levels[side]), self._limit, side, self._noise)
 
     def evidence(self, side: Side) -> float:
         """See `Process`."""
-        return _evidence_of(lambda alpha: _is_shown(self._limits(alpha), self._limit, side))
+        return _evidence_of(
+            lambda alpha: _is_shown(self._limits(alpha), self._limit, side, self._noise)
+        )
 
     def estimate(self, alpha: float) -> Estimate:
         """See `Process`."""
@@ -396,6 +401,9 @@ class MeanRatio:
             return None
         distance = self._mean(1) - self._mean(0) - math.log(self._limit)
         alpha = self._levels["over" if distance > 0 else "under"] / 2
+        if abs(distance) <= math.log(self._noise):
+            return None
+        distance = abs(distance) - math.log(self._noise)
         return needed_for_mean(distance, self._sd(0) + self._sd(1), self.n, alpha=alpha)
 
 
@@ -436,11 +444,13 @@ class QuantileRatio:
     """Ratio of two independent arms' p-quantiles, speculative over target-only, against a limit.
 
     From each arm's rank band at half the level: no assumption but exchangeable requests, and ties
-    only make it wider. An upper limit of p95 exists from 81 values at 5 %.
+    only make it wider. An upper limit of p95 exists from 81 values at 5 %. `noise` as in
+    `MeanRatio`.
     """
 
-    def __init__(self, limit: float, levels: Levels, *, p: float) -> None:
+    def __init__(self, limit: float, levels: Levels, *, p: float, noise: float = 1.0) -> None:
         self._limit = limit
+        self._noise = noise
         self._levels = levels
         self._p = p
         self._arms: tuple[list[float], list[float]] = ([], [])
@@ -481,11 +491,13 @@ class QuantileRatio:
     def shows(self, side: Side) -> bool:
         """See `Process`."""
         limits = self._limits([(band.low, band.high) for band in self._bands[side]])
-        return _is_shown(limits, self._limit, side)
+        return _is_shown(limits, self._limit, side, self._noise)
 
     def evidence(self, side: Side) -> float:
         """See `Process`."""
-        return _evidence_of(lambda alpha: _is_shown(self._limits_at(alpha), self._limit, side))
+        return _evidence_of(
+            lambda alpha: _is_shown(self._limits_at(alpha), self._limit, side, self._noise)
+        )
 
     def estimate(self, alpha: float) -> Estimate:
         """See `Process`; limits are 0 or infinite where there are too few values for one."""
@@ -512,6 +524,6 @@ class QuantileRatio:
                 scale = len(arm) / size
                 above = math.ceil((high + 1) * scale) - 1 if high < size else len(arm)
                 bands.append((math.floor(low * scale), above))
-            return _is_shown(self._limits(bands), self._limit, side)
+            return _is_shown(self._limits(bands), self._limit, side, self._noise)
 
         return first(shown, most=20 * self.n + 200)
