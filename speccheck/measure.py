@@ -355,10 +355,15 @@ def _latency(
         ]
     target = np.array([a for _, _, a, _ in known])
     speculative = np.array([b for _, _, _, b in known])
-    blocks = _blocks([(t, s) for t, s, _, _ in known])
+    clusters = _clusters([(t, s) for t, s, _, _ in known])
     slowest = [s for _, s, a, b in sorted(known, key=lambda x: -(x[3] / x[2] if x[2] else 0))]
     draws = stats.bootstrap_quantile_ratios(
-        target, speculative, tuple(QUANTILES.values()), rng=rng, blocks=blocks
+        target,
+        speculative,
+        tuple(QUANTILES.values()),
+        rng=rng,
+        blocks=clusters.get("blocks"),
+        prompts=clusters.get("prompts"),
     )
     found = [
         measured(
@@ -373,7 +378,7 @@ def _latency(
         found.append(
             measured(
                 "e2e_mean_ratio",
-                lambda a: stats.geometric_mean_ratio(target, speculative, alpha=a, blocks=blocks),
+                lambda a: stats.geometric_mean_ratio(target, speculative, alpha=a, **clusters),
                 note,
                 slowest,
             )
@@ -444,10 +449,20 @@ def _same_length(target: Receipt, speculative: Receipt, least: int) -> bool:
     return a is not None and b is not None and min(a, b) >= least and abs(a - b) <= 0.1 * max(a, b)
 
 
-def _blocks(pairs: Sequence[tuple[Receipt, Receipt]]) -> list[str] | None:
-    """The block of each pair (two neighbours where the arms took turns), if there are enough."""
-    names = [f"{t.phase}/{t.block if t.block == s.block else t.block // 2}" for t, s in pairs]
-    return names if len(set(names)) >= _BLOCKS_NEEDED else None
+def _clusters(pairs: Sequence[tuple[Receipt, Receipt]]) -> dict[str, list[str]]:
+    """What pairs are not independent within, for the intervals: `blocks` and `prompts`.
+
+    The block of each pair (two neighbours where the arms took turns), if there are enough; its
+    prompt, if any comes again: its repeats do the same work.
+    """
+    found = {}
+    blocks = [f"{t.phase}/{t.block if t.block == s.block else t.block // 2}" for t, s in pairs]
+    if len(set(blocks)) >= _BLOCKS_NEEDED:
+        found["blocks"] = blocks
+    prompts = [t.prompt_id for t, _ in pairs]
+    if len(set(prompts)) < len(prompts):
+        found["prompts"] = prompts
+    return found
 
 
 def is_refused(receipt: Receipt) -> bool:

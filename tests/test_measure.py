@@ -289,6 +289,21 @@ def test_abba_blocks_are_the_unit(rng):
     assert found["e2e_mean_ratio"].estimate.n == 100
 
 
+def test_repeats_of_a_prompt_are_one_cluster_of_latency_too(rng):
+    """Where prompts come again, intervals are over prompts; n still counts requests."""
+    receipts = [
+        replace(r, prompt_id=f"p{int(r.prompt_id[1:]) % 25}", block=int(r.prompt_id[1:]) // 10)
+        for r in pairs(rng, 100)
+    ]
+    found = by_metric(shadow(receipts, rng))
+    for metric in ("tpot_p95_ratio", "e2e_mean_ratio"):
+        assert "10 blocks and 25 prompts" in found[metric].estimate.method
+        assert found[metric].estimate.n == 100
+    few = by_metric(shadow([replace(r, block=0) for r in receipts], rng))
+    assert "over 25 prompts" in few["tpot_p95_ratio"].estimate.method
+    assert "clustered by 25 prompts" in few["e2e_mean_ratio"].estimate.method
+
+
 def test_fallbacks_are_moved_requests(rng):
     """Requests moved to target-only after a fallback count as such, and compare with nothing."""
     receipts = pairs(rng, 40)

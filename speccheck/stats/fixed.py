@@ -172,37 +172,49 @@ def bootstrap_quantile_ratios(
     *,
     rng: np.random.Generator,
     blocks: npt.ArrayLike | None = None,
+    prompts: npt.ArrayLike | None = None,
     draws: int = DRAWS,
 ) -> RatioDraws:
-    """Paired percentile bootstrap of quantile ratios (Efron), of pairs or of blocks of pairs.
+    """Paired percentile bootstrap of quantile ratios (Efron), of pairs or of clusters of pairs.
 
     `target[i]` and `speculative[i]` are one pair (same prompt, same load), any positive unit.
     With `blocks` (one id per pair) whole blocks are resampled, for requests that are correlated in
-    time. Quantiles are inverse empirical CDFs, so a draw is a weight per pair and a cumulative sum.
-    n counts pairs either way; the method says how many blocks.
+    time; with `prompts` whole prompts, whose repeats do the same work; with both a pair weighs the
+    product of the two (the pigeonhole bootstrap of crossed clusters: Owen 2007, on the safe side).
+    Quantiles are inverse empirical CDFs, so a draw is a weight per pair and a cumulative sum. n
+    counts pairs either way; the method says how many blocks and prompts.
 
     Raises:
         ValueError: arrays of different length.
     """
-    method = f"paired bootstrap, {draws} draws"
     if np.size(target) != np.size(speculative):
         raise ValueError("paired arrays of different length: pair by id first")
     n = np.size(target)
-    unit = np.arange(n) if blocks is None else np.unique(np.asarray(blocks), return_inverse=True)[1]
-    units = int(unit.max()) + 1 if n else 0
-    if blocks is not None:
-        method = f"block bootstrap over {units} blocks, {draws} draws"
+    given = {"blocks": blocks, "prompts": prompts}
+    named = {
+        name: np.unique(np.asarray(ids), return_inverse=True)[1]
+        for name, ids in given.items()
+        if ids is not None
+    }
+    units = list(named.values()) or [np.arange(n)]
+    sizes = [int(unit.max()) + 1 if n else 0 for unit in units]
+    over = " and ".join(f"{size} {name}" for name, size in zip(named, sizes, strict=False))
+    kind = "block bootstrap" if blocks is not None else "paired bootstrap"
+    method = f"{kind}{f' over {over}' if over else ''}, {draws} draws"
     data = _finite(target, speculative)
-    if data is None or units < 2 or min(data[0].min(), data[1].min()) <= 0:
+    if data is None or min(sizes) < 2 or min(data[0].min(), data[1].min()) <= 0:
         return RatioDraws(n, method, {}, {})
     orders = [np.argsort(arm, kind="stable") for arm in data]
     rows_at_once = max(1, _CHUNK // n)
     logs: list[Floats] = []
     for start in range(0, draws, rows_at_once):
         rows = min(rows_at_once, draws - start)
-        picks = rng.integers(0, units, (rows, units)) + units * np.arange(rows)[:, None]
-        counts = np.bincount(picks.ravel(), minlength=rows * units).reshape(rows, units)
-        weights = counts[:, unit]
+        weights = np.ones((rows, n), dtype=np.int64)
+        for unit, size in zip(units, sizes, strict=True):
+            picks = rng.integers(0, size, (rows, size)) + size * np.arange(rows)[:, None]
+            counts = np.bincount(picks.ravel(), minlength=rows * size).reshape(rows, size)
+            weights *= counts[:, unit]
+        weights[weights.sum(axis=1) == 0] = 1  # no pair has both its block and its prompt drawn
         arms = [
             _weighted_quantiles(arm[order], weights[:, order], quantiles)
             for arm, order in zip(data, orders, strict=True)
@@ -296,11 +308,14 @@ def geometric_mean_ratio(
     *,
     alpha: float,
     blocks: npt.ArrayLike | None = None,
+    prompts: npt.ArrayLike | None = None,
 ) -> Estimate:
     """Geometric mean of speculative/target over pairs, t-interval on the log ratios.
 
-    With `blocks` (one id per pair) the standard error is clustered by block and the degrees of
-    freedom are blocks - 1. n counts pairs either way; the method says how many blocks.
+    With `blocks` (one id per pair), or `prompts`, the standard error is clustered by them and the
+    degrees of freedom are clusters - 1; with both it is that of crossed clusters (variance by block
+    plus by prompt less by both together: Cameron, Gelbach, Miller 2011; never less than either),
+    the degrees of freedom the fewer ones. n counts pairs either way; the method says how many.
 
     Raises:
         ValueError: arrays of different length.
@@ -312,16 +327,38 @@ def geometric_mean_ratio(
     if data is None or data[0].size == 0 or min(data[0].min(), data[1].min()) <= 0:
         return unknown(method, n=np.size(target), alpha=alpha)
     logs = np.log(data[1] / data[0])
-    if blocks is None:
-        totals, sizes = logs, np.ones_like(logs)
-    else:
-        unit = np.unique(np.asarray(blocks), return_inverse=True)[1]
-        totals, sizes = np.bincount(unit, logs), np.bincount(unit).astype(float)
-        method += f" clustered by {sizes.size} blocks"
-    log = clustered_ratio(totals, sizes, alpha=alpha)
-    return Estimate(
-        math.exp(log.value), math.exp(log.low), _exp(log.high), logs.size, method, log.alpha
+    units = {
+        name: np.unique(np.asarray(ids), return_inverse=True)[1]
+        for name, ids in (("blocks", blocks), ("prompts", prompts))
+        if ids is not None
+    }
+    if units:
+        counted = (f"{int(unit.max()) + 1} {name}" for name, unit in units.items())
+        method += f" clustered by {' and '.join(counted)}"
+    clusters = list(units.values()) or [np.arange(logs.size)]
+    errors = [_error_by(logs, unit) for unit in clusters]
+    freedom = [int(unit.max()) for unit in clusters]
+    if len(clusters) > 1:
+        joined = np.unique(np.stack(clusters), axis=1, return_inverse=True)[1]
+        variance = sum(error**2 for error in errors) - _error_by(logs, joined.ravel()) ** 2
+        errors.append(math.sqrt(max(variance, 0.0)))
+        freedom.append(min(freedom))
+    value = float(logs.mean())
+    reach = max(
+        float(sp.t.isf(alpha, df)) * error if df else math.inf
+        for error, df in zip(errors, freedom, strict=True)
     )
+    return Estimate(
+        math.exp(value), math.exp(value - reach), _exp(value + reach), logs.size, method, alpha
+    )
+
+
+def _error_by(values: Floats, unit: npt.NDArray[np.int64]) -> float:
+    """Standard error of the mean with clusters of values as units; 0 of a single cluster."""
+    totals, sizes = np.bincount(unit, values), np.bincount(unit).astype(float)
+    residuals = totals - values.mean() * sizes
+    correction = sizes.size / max(sizes.size - 1, 1)
+    return math.sqrt(correction * float(residuals @ residuals)) / values.size
 
 
 def unpaired_mean_ratio(
