@@ -215,7 +215,7 @@ def repeated(rng, *, prompts, blocks, n, by_prompt, by_block, noise):
 def test_repeats_of_a_prompt_and_blocks_are_covered(by_prompt, by_block):
     """Crossed clusters cover a true ratio of 1 in about nine of ten runs at 5 % per side.
 
-    .90, .88 and .90 in 2,000 runs, where pairs taken as independent cover .54, .37 and .44. Here 300
+    .90, .88 and .90 in 2,000 runs, where pairs as independent cover .54, .37 and .44. In these 300
     runs: a true coverage of .88 falls under .82 once in a thousand.
     """
     rng = np.random.default_rng(12)
