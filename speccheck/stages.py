@@ -244,7 +244,7 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         asked = replay.settle(run, asked, unsettled)
     distributions = sampled.run_battery(run, prompts, settings.probe)
     tau = asked.floor.tau if asked.floor is not None else None
-    items = asyncio.run(slices.judge(run, features, tau))
+    items = slices.judge(run, features, tau)
     tried = slices.rows(features, items)
     for line in slices.summary(tried) if tried else ():
         run.report.line(f"  {line}")

@@ -620,7 +620,7 @@ def test_an_ignored_penalty_is_told_from_one_that_changes_nothing():
         items += looked("penalties", *ignoring)
     found = row("penalties", items)
     assert (found.status, found.n, found.speculative_ok) == ("broken", 60, 2)
-    assert found.why.startswith("58 with repetition_penalty 1.3: repetition_penalty 1.3 is ignored")
+    assert found.why.startswith("58 of 60: repetition_penalty 1.3 is ignored")
     (item,) = looked("penalties", *both({}, {}, 2))
     assert (item.target.outcome, item.speculative.outcome) == ("unclear", "unclear")
 
@@ -753,6 +753,40 @@ def test_an_ignored_field_is_named():
     assert row("ignored_fields", items).status == "unclear"
 
 
+def test_what_looks_broken_once_is_not_broken():
+    """A fault stands only where it comes again: a crash under load is no property of a feature."""
+    fault = Check("fault", "boom")
+    items = [
+        Item(f"p{i}", "chat", v, Check("ok"), fault, f"r{i}{v}", kept_off=False)
+        for i in range(2)
+        for v in range(2)
+    ]
+    fine = [replace(i, speculative=Check("ok")) for i in items]
+    again = [items[0], *fine[1:]]
+    stands = slices.confirmed(items, again)
+    assert [i.is_broken for i in stands] == [True, False, False, False]
+    assert stands[1].speculative == Check("unclear", "boom; not when asked again")
+    assert row("stop", stands).why == "1 of 4 (1 plain): boom"
+
+
+def test_reruns_ask_the_whole_group_with_a_cold_cache():
+    """A, B and A again, under new keys and another salt; prompts that are fine are left alone."""
+    source = replace(SOURCE, prompt_tokens=50)
+    other = replace(source, prompt=replace(PROMPT, prompt_id="q"))
+    settings = ReplayConfig(slice_prompts=2)
+    asker = Asker("warm_cache", RUN, settings, LIMIT, np.random.default_rng(0))
+    requests = plan_slice(asker, [source, other])
+    broken = Item("p", "chat", 1, Check("ok"), Check("fault"), "r", kept_off=False)
+    again = slices.reruns(requests, [broken])
+    assert [(r.prompt.prompt_id, r.repeat) for r in again if r.arm is Arm.SPECULATIVE] == [
+        ("p", 8),
+        ("p+between", 8),
+        ("p", 9),
+    ]
+    assert {r.cache_salt for r in again}.isdisjoint(r.cache_salt for r in requests)
+    assert len({receipt_key(r, RUN) for r in [*requests, *again]}) == len(requests) + len(again)
+
+
 def test_what_policy_keeps_off_fails_nothing():
     """A failure among requests that the policy keeps on target-only is measured apart."""
     items = [
@@ -791,7 +825,7 @@ def test_evidence_says_which_features_belong_on_target_only():
     assert summary(rows) == [
         "server features: 0 of 3 as on target-only",
         f"  refused: min_p: {rows[0].why}",
-        "  BROKEN: stop strings: 1 with plain: x",
+        "  BROKEN: stop strings: 1 of 1: x",
         "  open: tool calls: no prompt of the corpus is fit for it",
     ]
 
@@ -847,7 +881,7 @@ def test_a_replay_fails_the_route_by_the_slice_and_keeps_its_receipts(tmp_path):
     assert "min_p" not in decision.reason
     kept_off = [rule.when.features for rule in proposed.rules if rule.use == "target_only"]
     assert ("min_p",) in [features.any_of for features in kept_off if features is not None]
-    assert len(kept) == 8
+    assert len(kept) == 16  # two prompts, two variants, two arms, and once more
     chats = [
         sum(seen.path == "/v1/chat/completions" and seen.body["max_tokens"] > 1 for seen in s.seen)
         for s in pair.servers.values()

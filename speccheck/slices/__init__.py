@@ -6,9 +6,10 @@ rows, measurements and evidence of them; here the three meet the store and the t
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
 
@@ -19,9 +20,18 @@ from speccheck.drive import Endpoint
 from speccheck.errors import EngineError
 from speccheck.grading import CodeExecution
 from speccheck.records import Answer, Arm, PlannedRequest, Prompt, Receipt, Stage
-from speccheck.slices.asked import BETWEEN, LONG, VARIANTS, Asker, Source, plan_slice, sources
+from speccheck.slices.asked import (
+    BETWEEN,
+    LONG,
+    RERUN,
+    VARIANTS,
+    Asker,
+    Source,
+    plan_slice,
+    sources,
+)
 from speccheck.slices.checks import Group, Item, Reply, check
-from speccheck.slices.judged import Row, Status, evidence, measure, refused, row, summary
+from speccheck.slices.judged import Row, Status, confirmed, evidence, measure, refused, row, summary
 
 __all__ = [
     "Asked",
@@ -30,12 +40,14 @@ __all__ = [
     "Status",
     "Target",
     "asked",
+    "confirmed",
     "evidence",
     "groups",
     "judge",
     "measure",
     "n_requests",
     "refused",
+    "reruns",
     "row",
     "rows",
     "summary",
@@ -102,31 +114,63 @@ def _why_nothing(name: SliceName, found: Sequence[Source], longest: int | None) 
     return "no prompt of the corpus is fit for it"
 
 
-async def judge(run: RunContext, planned: Asked, tau: float | None) -> dict[SliceName, list[Item]]:
-    """Look at what came of every slice. `tau` is the noise of the target's gaps, nats.
+def judge(run: RunContext, planned: Asked, tau: float | None) -> dict[SliceName, list[Item]]:
+    """Look at what came of every slice; what looks broken is asked again on both arms first.
+
+    `tau` is the noise of the target's gaps, nats.
 
     Raises:
-        EngineError: the target-only server cannot be reached.
+        EngineError: a server cannot be reached.
+        StoreError: receipts cannot be written.
         UsageError: a check of the corpus is broken.
     """
+    found = asyncio.run(_look(run, planned.requests, planned.sources, tau))
+    suspects = {
+        name: reruns(planned.requests[name], items)
+        for name, items in found.items()
+        if any(item.is_broken for item in items)
+    }
+    if suspects:
+        run.drive("slices again", [r for part in suspects.values() for r in part])
+        again = asyncio.run(_look(run, suspects, planned.sources, tau))
+        found |= {name: confirmed(found[name], items) for name, items in again.items()}
+    return found
+
+
+def reruns(requests: Sequence[PlannedRequest], items: Sequence[Item]) -> list[PlannedRequest]:
+    """All requests of the prompts that look broken in a slice, once more and with a cold cache."""
+    broken = {item.prompt_id for item in items if item.is_broken}
+    return [
+        replace(
+            request,
+            repeat=request.repeat + RERUN,
+            pair_id=f"{request.pair_id}:again",
+            cache_salt=f"{request.cache_salt}:again",
+        )
+        for request in requests
+        if request.prompt.prompt_id.removesuffix(BETWEEN) in broken
+    ]
+
+
+async def _look(
+    run: RunContext,
+    requests: Mapping[SliceName, Sequence[PlannedRequest]],
+    known: Mapping[str, Source],
+    tau: float | None,
+) -> dict[SliceName, list[Item]]:
     receipts = [
         r
         for r in run.store.receipts(run.run_id, stage=Stage.REPLAY, warm_up=False)
         if r.phase.startswith(plan.SLICE_PHASE)
     ]
     answers = run.store.answers(r.receipt_id for r in receipts)
+    code_execution = run.rollout.corpus.code_execution
     found: dict[SliceName, list[Item]] = {}
     async with client.open_session() as session:
         target = Target(session, run.endpoints()[Arm.TARGET_ONLY], tau)
-        for name, requests in planned.requests.items():
+        for name, part in requests.items():
             found[name] = []
-            for group in groups(
-                requests,
-                receipts,
-                answers,
-                planned.sources,
-                code_execution=run.rollout.corpus.code_execution,
-            ):
+            for group in groups(part, receipts, answers, known, code_execution=code_execution):
                 found[name] += await check(name, group, target)
     return found
 
@@ -147,7 +191,7 @@ def groups(
         receipt = by_key.get((request.phase, prompt_id, request.repeat, request.arm))
         if receipt is not None and not prompt_id.endswith(BETWEEN):
             reply = Reply(request, receipt, answers.get(receipt.receipt_id))
-            replies[prompt_id][request.repeat, request.arm] = reply
+            replies[prompt_id][request.repeat % RERUN, request.arm] = reply
     return [
         Group(known[prompt_id.removesuffix(LONG)], mine, code_execution)
         for prompt_id, mine in replies.items()

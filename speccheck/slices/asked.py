@@ -61,6 +61,9 @@ _ANY_OBJECT = {
 }
 """Schema for prompts that come without one."""
 
+RERUN = 8
+"""Added to the repeat of a request that is asked again because it looked broken."""
+
 VARIANTS: Mapping[SliceName, tuple[str, ...]] = {
     "json_object": ("temperature 0", "sampled"),
     "json_schema": ("temperature 0", "sampled"),

@@ -81,6 +81,11 @@ class Item:
     drafted: int | None = None
     """Tokens drafted for it; None where the server does not say."""
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether target-only serves it rightly and the speculative arm does not."""
+        return self.target.outcome == "ok" and self.speculative.outcome == "fault"
+
 
 class Oracle(Protocol):
     """The target, asked about single tokens."""
@@ -419,13 +424,15 @@ async def _penalties(group: Group, oracle: Oracle) -> list[Checked]:
     for i, (variant, target, speculative) in enumerate(found):
         a, b = group.of(variant, Arm.TARGET_ONLY), group.of(variant, Arm.SPECULATIVE)
         if a is not None and b is not None and target == speculative == OK:
-            found[i] = (variant, *await _penalty(group.source, a, b, oracle))
+            name = VARIANTS["penalties"][variant]
+            found[i] = (variant, *await _penalty(name, group.source, a, b, oracle))
     return found
 
 
-async def _penalty(source: Source, a: Reply, b: Reply, oracle: Oracle) -> tuple[Check, Check]:
+async def _penalty(
+    name: str, source: Source, a: Reply, b: Reply, oracle: Oracle
+) -> tuple[Check, Check]:
     """One penalty on both arms: it must change what it changes on target-only, and as there."""
-    name = VARIANTS["penalties"][a.request.repeat]
     if a.ids is None or b.ids is None:
         nothing = Check("unclear", "the server sent no token ids to compare")
         return nothing, nothing

@@ -1,16 +1,16 @@
 """Slices as rows: what each server feature is worth on the speculative arm, and for the rules.
 
-A feature is broken where the target serves a request rightly and the speculative arm does not, one
-such request being enough: the checks leave no room for chance. A feature that the speculative arm
-refuses is no error: its requests belong on target-only, and the eligibility policy is where that is
-said. What both arms refuse is not offered and concerns nobody.
+A feature is broken where the target serves a request rightly and the speculative arm does not, both
+times that they are asked; one such request is enough, since the checks leave no room for chance. A
+feature that the speculative arm refuses is no error: its requests belong on target-only, and the
+eligibility policy is where that is said. What both arms refuse is not offered and concerns nobody.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from speccheck.config import SliceName
@@ -102,7 +102,7 @@ def row(name: SliceName, items: Sequence[Item], missing: str = "") -> Row:
             missing or "no prompt of the corpus is fit",
         )
     judged = [i for i in items if i.target.outcome in ("ok", "fault")]
-    broken = [i for i in judged if _is_broken(i)]
+    broken = [i for i in judged if i.is_broken]
     refused = [i for i in judged if i.speculative.outcome == "refused"]
     right = [i for i in judged if i.speculative.outcome == "ok"]
     status, why, shown = _status(name, items, broken, refused, right)
@@ -120,10 +120,6 @@ def row(name: SliceName, items: Sequence[Item], missing: str = "") -> Row:
     )
 
 
-def _is_broken(item: Item) -> bool:
-    return item.target.outcome == "ok" and item.speculative.outcome == "fault"
-
-
 def _status(
     name: SliceName,
     items: Sequence[Item],
@@ -132,7 +128,7 @@ def _status(
     right: Sequence[Item],
 ) -> tuple[Status, str, Sequence[Item]]:
     if broken:
-        return "broken", _told(name, broken, "speculative"), broken
+        return "broken", _told(name, items, broken), broken
     if refused:
         why = f"the speculative server refuses it ({refused[0].speculative.why})"
         return "unsupported", f"route to target-only: {why}", refused
@@ -160,12 +156,27 @@ def _status(
     return "unclear", f"could not be told: {_reason(open_ or items)}", ()
 
 
-def _told(name: SliceName, items: Sequence[Item], arm: Literal["target", "speculative"]) -> str:
-    """How many went wrong in which variant, and the most common reason."""
-    variants = Counter(VARIANTS[name][i.variant] for i in items)
-    where = ", ".join(f"{n} with {variant}" for variant, n in variants.items())
-    whys = Counter(getattr(i, arm).why for i in items)
-    return f"{where}: {whys.most_common(1)[0][0]}"
+def confirmed(items: Sequence[Item], again: Sequence[Item]) -> list[Item]:
+    """Items of one slice, what looked broken standing only where it did again, `again` being the
+    items of the reruns. A crash that does not come back is no property of a feature.
+    """
+    twice = {(i.prompt_id, i.variant) for i in again if i.is_broken}
+    return [
+        i
+        if not i.is_broken or (i.prompt_id, i.variant) in twice
+        else replace(i, speculative=Check("unclear", f"{i.speculative.why}; not when asked again"))
+        for i in items
+    ]
+
+
+def _told(name: SliceName, items: Sequence[Item], broken: Sequence[Item]) -> str:
+    """How many are broken, in which variants where there are several, and the commonest reason."""
+    share = f"{len(broken)} of {len(items)}"
+    if len({i.variant for i in items}) > 1:
+        variants = Counter(VARIANTS[name][i.variant] for i in broken)
+        share += f" ({', '.join(f'{n} {variant}' for variant, n in variants.items())})"
+    whys = Counter(i.speculative.why for i in broken)
+    return f"{share}: {whys.most_common(1)[0][0]}"
 
 
 def _reason(items: Sequence[Item]) -> str:
@@ -206,9 +217,9 @@ def measure(
     }
     made = [_measurement("", route, [i for items in mine.values() for i in items], "")]
     for name, items in mine.items():
-        broken = [i for i in items if _is_broken(i)]
+        broken = [i for i in items if i.is_broken]
         if broken:
-            note = _told(name, broken, "speculative")
+            note = _told(name, items, broken)
             made.append(_measurement(_cohort(name), route, items, note))
     return made
 
@@ -222,7 +233,7 @@ def _measurement(cohort: str, route: str, items: Sequence[Item], note: str) -> M
     judged = [
         i for i in items if i.target.outcome == "ok" and i.speculative.outcome in ("ok", "fault")
     ]
-    broken = [i for i in judged if _is_broken(i)]
+    broken = [i for i in judged if i.is_broken]
     count = float(len(broken))
     estimate = Estimate(count, count, count, len(judged), "count of requests", 0.05)
     return Measurement(
