@@ -122,7 +122,7 @@ def _turns(members: Iterable[Receipt]) -> dict[_Turn, _Pass]:
     found = {}
     for turn, mine in arms.items():
         done = speed.work(mine)
-        if done.n == len(mine) and (turn == _TARGET or done.drafted):
+        if done.passes and (turn == _TARGET or done.drafted):
             found[turn] = _Pass(done.decode_s / done.passes, done.drafted / done.passes)
     return found
 

@@ -154,6 +154,7 @@ def test_a_a_pairs_with_the_compared_phase():
 
 
 @given(n=st.integers(1, 12), size=st.integers(1, 20), blocks=st.integers(1, 5), seed=seeds)
+@settings(max_examples=40, deadline=None)
 def test_turns_of_a_sweep_pair_up(n, size, blocks, seed):
     """Each arm of a block gets the same prompts; over blocks each prompt comes equally often."""
     arms = [(B, "c4"), (S, "c4-k1"), (S, "c4-k8")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rule_receipts import receipt
 
@@ -126,6 +126,7 @@ def test_what_a_stop_cut_off_is_not_saved_and_was_paid_for():
     st.floats(0, 0.5),
     st.floats(0, 0.3),
 )
+@settings(max_examples=50, deadline=None)
 def test_work_obeys_the_identity(rounds, draft, per_token, rollback):
     """Tokens = accepted + passes, and saved is the target-only cost less the speculative one, with
     plain passes among the rounds as prompt lookup has them.

@@ -9,14 +9,15 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 from attached_pair import attached_pair
 from scripted_server import answer, spec_metrics
 from test_cli import speccheck
 
-from speccheck import calibration, cells, context, outcome
+from speccheck import calibration, cells, context, launch, outcome
 from speccheck import sweep as measuring
 from speccheck.cli import main
 from speccheck.config import package_dir
@@ -41,14 +42,14 @@ PER_TURN = 4
 
 
 def target_answer(_body, _n):
-    """40 tokens, one a chunk, a millisecond each."""
-    return answer([[i] for i in range(40)], finish="length", delay_s=0.001)
+    """16 tokens, one a chunk, a millisecond each."""
+    return answer([[i] for i in range(16)], finish="length", delay_s=0.001)
 
 
 def speculative_answer(_body, _n):
     """The same in chunks of four, with counts."""
-    steps = [[4 * i + j for j in range(4)] for i in range(10)]
-    metrics = spec_metrics([(3, 4)] * 10, 4)
+    steps = [[4 * i + j for j in range(4)] for i in range(4)]
+    metrics = spec_metrics([(3, 4)] * 4, 4)
     return answer(steps, finish="length", metrics=metrics, delay_s=0.001)
 
 
@@ -65,12 +66,34 @@ def sweep(pair, folder, **settings):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """A finished sweep: its pair (stopped), its folder, its result."""
+    """A sweep of one load, the same again, then of both: folder, results, requests sent by each."""
     folder = tmp_path_factory.mktemp("sweep")
     with swept_pair(folder) as pair:
         pair.servers[Arm.SPECULATIVE].metrics_text = "process_resident_memory_bytes 1.5e+08\n"
-        result = sweep(pair, folder, price_per_engine_hour=1.0)
-    return pair, folder, result
+        results, sent = [], []
+        for loads in ((1,), (1,), None):
+            results.append(sweep(pair, folder, concurrency=loads, price_per_engine_hour=1.0))
+            sent.append(sum(len(server.seen) for server in pair.servers.values()))
+    return Done(folder, results[-1], results, sent)
+
+
+@dataclass
+class Done:
+    """What the module's sweep left."""
+
+    folder: Path
+    result: measuring.Result
+    results: list[measuring.Result]
+    sent: list[int]
+
+
+def test_the_same_command_again_sends_nothing(done):
+    """A finished sweep only tells its result again; another load is measured beside it."""
+    first, second, both = done.results
+    assert done.sent[0] == done.sent[1] < done.sent[2]
+    assert second.loads == first.loads
+    assert [load.concurrency for load in both.loads] == [1, 4]
+    assert both.loads[0] == first.loads[0]
 
 
 def receipts_of(folder, **filters):
@@ -80,7 +103,7 @@ def receipts_of(folder, **filters):
 
 def test_every_round_is_whole(done):
     """Both arms on the same prompts, as many rounds as the rollout says, nothing twice."""
-    _, folder, result = done
+    folder, result = done.folder, done.result
     receipts = receipts_of(folder, stage=SWEEP, warm_up=False)
     turns = Counter((r.concurrency, r.arm, r.block) for r in receipts)
     assert turns == {(c, arm, block): PER_TURN for c in (1, 4) for arm in Arm for block in range(2)}
@@ -98,7 +121,7 @@ def test_every_round_is_whole(done):
 
 def test_the_arms_take_turns(done):
     """No request of one arm goes out while the other has one in flight; the order is mirrored."""
-    _, folder, _ = done
+    folder = done.folder
     receipts = receipts_of(folder, stage=SWEEP, warm_up=False, concurrency=4)
     spans = defaultdict(list)
     for r in receipts:
@@ -116,7 +139,7 @@ def test_the_arms_take_turns(done):
 
 def test_cells_can_be_computed_from_exported_receipts(done):
     """Anybody with the receipts gets the same cells, acceptance and costs."""
-    _, folder, result = done
+    folder, result = done.folder, done.result
     receipts = receipts_of(folder)
     for load, again in zip(result.loads, cells.loads(receipts), strict=True):
         assert load.cells[0].ratios == again.cells[0].ratios
@@ -133,7 +156,7 @@ def test_cells_can_be_computed_from_exported_receipts(done):
 
 def test_memory_is_what_the_servers_tell(done):
     """From the metrics of an attached server; one that does not tell has none, not 0."""
-    _, _, result = done
+    result = done.result
     for load in result.loads:
         assert load.arms[4].figures["memory_bytes"].value == 1.5e8
         assert "memory_bytes" not in load.target.figures
@@ -141,7 +164,7 @@ def test_memory_is_what_the_servers_tell(done):
 
 def test_the_matrix_and_the_packet_take_a_sweep(done):
     """Its cohorts are rows of the matrix with modelled savings; calibration is no cohort."""
-    _, folder, _ = done
+    folder = done.folder
     with Store.read(folder / "run" / context.STORE_NAME) as store:
         evidence = outcome.evidence(store, store.runs()[-1].run_id)
         measured = store.measurements(evidence.run["run_id"], SWEEP)
@@ -155,24 +178,11 @@ def test_the_matrix_and_the_packet_take_a_sweep(done):
 
 def test_the_stages_do_not_see_a_sweep(done):
     """No stage result, no decision, and a run that is not promoted by it."""
-    _, folder, _ = done
+    folder = done.folder
     with Store.read(folder / "run" / context.STORE_NAME) as store:
         ended = outcome.outcome(store, store.runs()[-1].run_id)
     assert ended.stages == {}
     assert [d.action for d in ended.decisions] == ["inconclusive"]
-
-
-def test_the_same_command_again_sends_nothing(tmp_path):
-    """A finished sweep only tells its result again; another load is measured beside it."""
-    with swept_pair(tmp_path) as pair:
-        first = sweep(pair, tmp_path, concurrency=(1,))
-        sent = sum(len(server.seen) for server in pair.servers.values())
-        second = sweep(pair, tmp_path, concurrency=(1,))
-        assert sum(len(server.seen) for server in pair.servers.values()) == sent
-        assert second.loads == first.loads
-        both = sweep(pair, tmp_path)
-    assert [load.concurrency for load in both.loads] == [1, 4]
-    assert both.loads[0] == first.loads[0]
 
 
 def test_a_stage_goes_on_beside_a_sweep(tmp_path):
@@ -191,8 +201,9 @@ def test_a_stage_goes_on_beside_a_sweep(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_embedded_engine_is_swept(tmp_path):
+def test_the_embedded_engine_is_swept(tmp_path, monkeypatch):
     """One server per proposal length and the controls that tell c from V, on the real pair."""
+    monkeypatch.setattr(launch, "CONTROL_LENGTHS", (6,))  # one less to start
     (tmp_path / "rollout.yaml").write_text(json.dumps(EMBEDDED), encoding="utf-8")
     lines = (package_dir("corpora") / "code.jsonl").read_text(encoding="utf-8").splitlines()
     (tmp_path / "corpus.jsonl").write_text("\n".join(lines[:4]) + "\n", encoding="utf-8")
@@ -214,8 +225,7 @@ def test_the_embedded_engine_is_swept(tmp_path):
         (None, None),
         (1, "packaged"),
         (3, "packaged"),
-        (4, "ngram"),
-        (12, "ngram"),
+        (6, "ngram"),
     }
     assert len(set(arms.values())) == 1
     greedy = defaultdict(set)
@@ -246,9 +256,9 @@ def test_a_budget_ends_the_sweep(tmp_path):
     """On a clock of the test's own: the small pass, then what is open, until the time is up."""
     ticks = itertools.count()
     with swept_pair(tmp_path) as pair:
-        result = sweep(pair, tmp_path, budget_s=60.0, now_s=lambda: float(next(ticks)))
+        result = sweep(pair, tmp_path, budget_s=30.0, now_s=lambda: float(next(ticks)))
     assert result.loads
-    assert result.seconds < 75
+    assert result.seconds < 45
     rounds = Counter(
         (r.concurrency, r.block) for r in receipts_of(tmp_path, stage=SWEEP, warm_up=False)
     )
@@ -325,18 +335,23 @@ def test_a_killed_sweep_goes_on(tmp_path):
     assert sent - 4 <= len(measured) + 2 * 2 <= sent
 
 
-def test_the_page_fits_a_terminal(done, monkeypatch, capsys):
-    """80 columns, with every figure; and a server that is gone is one clear line."""
-    _, folder, result = done
+def test_the_page_fits_a_terminal(done):
+    """80 columns, with every figure, and how many cells are decided."""
+    result = done.result
     lines = sweep_lines(result, with_figures=True)
     assert max(map(len, lines)) <= 80
     text = "\n".join(lines)
     assert "chat, qa: e2e speed-up over target-only" in text
     assert f"{result.n_cells - len(result.open_cells)} of 2 cells decided" in text
-    monkeypatch.chdir(folder)
+
+
+def test_servers_that_are_gone(tmp_path, monkeypatch, capsys):
+    """One clear line and exit code 4."""
+    with swept_pair(tmp_path):
+        monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
         main(["sweep", "--out", "run"])
-    assert ended.value.code == 4  # the servers are gone, and attached ones are asked first
+    assert ended.value.code == 4
     assert "is the server running?" in capsys.readouterr().err
 
 
