@@ -4,7 +4,7 @@ A load is one task family at one concurrency. In a round every arm of a load (ta
 proposal length) takes its turn on the same prompts, one after the other, in an order that is
 mirrored from round to round; so a cell (load x k) is compared within pairs, and what the machine
 does to a whole turn is noise between rounds. The interval of a ratio is therefore clustered by
-rounds or by prompts, whichever is wider.
+rounds, and by prompts.
 
 A sweep with a budget looks while it runs. A cell is judged after 2, 4, 8 ... rounds and look j has
 the level ALPHA/(j (j + 1)), which adds up to ALPHA over however many looks: an interval of such a
@@ -328,26 +328,19 @@ def _paired(
     get: Callable[[Receipt], float | None],
     alpha: float,
 ) -> Estimate:
-    """Geometric mean ratio of the pairs; clustered by round or by prompt, the wider of the two."""
+    """Geometric mean ratio of the pairs, clustered by round and by prompt."""
     known = [(t, a, b) for t, s in pairs if (a := get(t)) is not None and (b := get(s)) is not None]
-    target = [a for _, a, _ in known]
-    speculative = [b for _, _, b in known]
-    rounds = [t.block for t, _, _ in known]
-    prompts = [t.prompt_id for t, _, _ in known]
-    by_round, by_prompt = (
-        stats.geometric_mean_ratio(target, speculative, alpha=alpha, blocks=clusters)
-        for clusters in (rounds, prompts)
+    ratio = stats.geometric_mean_ratio(
+        [a for _, a, _ in known],
+        [b for _, _, b in known],
+        alpha=alpha,
+        blocks=[t.block for t, _, _ in known],
+        prompts=[t.prompt_id for t, _, _ in known],
     )
-    if not by_round.is_known:
-        return by_round
-    units = (len(set(rounds)), "rounds"), (len(set(prompts)), "prompts")
-    wider = by_round.high / by_round.low if by_round.low > 0 else math.inf
-    narrower = by_prompt.high / by_prompt.low if by_prompt.low > 0 else math.inf
-    chosen, (n, unit) = (by_round, units[0]) if wider >= narrower else (by_prompt, units[1])
-    method = f"geometric mean of paired ratios, t-interval over {n} {unit}"
+    method = ratio.method.replace("blocks", "rounds")
     if alpha != ALPHA:
         method += ", valid after repeated looks"
-    return replace(chosen, method=method)
+    return replace(ratio, method=method)
 
 
 def _throughput_ratio(

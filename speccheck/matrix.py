@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from speccheck import cells, stats
+from speccheck import cells, speed, stats
 from speccheck.measure import (
     ALPHA,
     LATENCIES,
@@ -32,7 +32,7 @@ from speccheck.measure import (
 )
 from speccheck.quality import CaseStatus
 from speccheck.records import SWEEP, Arm, Estimate, Outcome, Receipt, Stage
-from speccheck.speed import Costs, break_even_acceptance, saved_passes, saved_passes_measured
+from speccheck.speed import Costs, break_even_acceptance
 
 MatrixVerdict = Literal["speculate", "target_only", "inconclusive"]
 
@@ -594,35 +594,22 @@ def _saved(
     """Saved target passes as a share of the delivered decode tokens: modelled, measured, note."""
     notes = []
     modelled: float | None = None
-    counted = [
-        r
-        for r in drafting
-        if r.completion_tokens and r.target_passes is not None and r.verify_steps is not None
-    ]
-    tokens = sum((r.completion_tokens or 1) - 1 for r in counted)
+    done = speed.work(drafting)
     if k is None or cost is None or k not in cost.verify:
         notes.append(
             "modelled: not estimated, the verify step is not calibrated at this load and k"
         )
-    elif not tokens:
+    elif not done.tokens:
         notes.append("modelled: not estimated, requests carry no pass counts")
     else:
-        # Each pass delivers one token of its own: what is left was accepted *and* delivered.
-        passes = sum(r.target_passes or 0 for r in counted)
-        accepted = min(sum(r.accepted_tokens or 0 for r in counted), max(0, tokens - passes))
-        drafted = sum(r.proposed_tokens or 0 for r in counted)
-        rounds = sum(r.verify_steps or 0 for r in counted)
-        modelled = saved_passes(accepted, drafted, rounds, k, cost) / tokens
-    target, speculative = arms.timed(LATENCIES["tpot"])
-    target_tokens = sum((t.completion_tokens or 1) - 1 for t in target)
-    target_s = sum((t.tpot_s or 0.0) * ((t.completion_tokens or 1) - 1) for t in target)
-    delivered = sum((s.completion_tokens or 1) - 1 for s in speculative)
-    if not delivered or not target_s:
+        modelled = done.saved(cost) / done.tokens
+    target, speculative = (speed.work(side) for side in arms.timed(LATENCIES["tpot"]))
+    if not speculative.tokens or not target.decode_s:
         what = "pair" if arms.is_paired else "request"
         notes.append(f"measured: not estimated, no {what} with token times on both arms")
         return modelled, None, "; ".join(notes)
-    measured_passes = saved_passes_measured(speculative, target_s / target_tokens)
-    return modelled, measured_passes / delivered, "; ".join(notes)
+    saved = speculative.saved_measured(target.decode_s / target.tokens)
+    return modelled, saved / speculative.tokens, "; ".join(notes)
 
 
 _CELL_MINIMUM = {"p50": 10, "p95": 59, "p99": 299}

@@ -75,15 +75,18 @@ def best_proposal_length(rates: Sequence[float], costs: Costs) -> int:
     return max(ks, key=lambda k: 1.0 if k == 0 else speedup(rates[:k], costs))
 
 
-def saved_passes(accepted: float, drafted: float, rounds: float, k: int, costs: Costs) -> float:
-    """Modelled saved target passes: accepted - drafting - extra verification - rollback.
+def saved_passes(accepted: float, drafted: float, rounds: float, k: float, costs: Costs) -> float:
+    """Modelled saved passes: accepted - drafting - extra verification - rollback (STATS 2.2).
 
     The correction or bonus token of a round is paid for by the round's own pass, so it is never
-    saved. All in target-equivalent passes; `accepted` counts delivered tokens only.
+    saved. All in target-equivalent passes; `accepted` counts delivered tokens only, `k` is what a
+    round drafts, on average.
+
+    Raises:
+        KeyError: the verify step is not calibrated as far as k.
     """
-    return (
-        accepted - costs.draft * drafted - (costs.verify[k] - 1) * rounds - costs.rollback * rounds
-    )
+    extra = costs.verify_at(k) - 1 + costs.rollback
+    return accepted - costs.draft * drafted - extra * rounds
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +115,15 @@ class Work:
         return self.tokens - self.passes
 
     def saved(self, costs: Costs) -> float:
-        """Modelled saved target passes (STATS 2.2).
+        """Modelled saved target passes, see `saved_passes`.
 
         Raises:
             KeyError: the verify step is not calibrated as far as was drafted.
         """
         if not self.rounds:
             return float(self.accepted)
-        verify = costs.verify_at(self.drafted / self.rounds)
-        extra = verify - 1 + costs.rollback
-        return self.accepted - costs.draft * self.drafted - extra * self.rounds
+        k = self.drafted / self.rounds
+        return saved_passes(self.accepted, self.drafted, self.rounds, k, costs)
 
     def saved_measured(self, target_step_s: float) -> float:
         """Measured: tokens, less the decode time in target-only steps of the same load."""
@@ -143,17 +145,3 @@ def work(receipts: Iterable[Receipt]) -> Work:
         rounds=sum(r.verify_steps or 0 for r, *_ in known),
         decode_s=sum(tpot_s * tokens for _, tpot_s, tokens, _ in known),
     )
-
-
-def saved_passes_measured(speculative: Sequence[Receipt], target_tpot_s: float) -> float:
-    """Measured saved target passes: decode tokens delivered, minus decode time in target steps.
-
-    `target_tpot_s` is the target-only arm's seconds per token at the same load. Receipts without
-    times or counts are left out.
-    """
-    saved = 0.0
-    for r in speculative:
-        if r.tpot_s is not None and r.completion_tokens is not None:
-            steps = r.completion_tokens - 1
-            saved += steps - r.tpot_s * steps / target_tpot_s
-    return saved

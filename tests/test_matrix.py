@@ -463,7 +463,7 @@ def test_a_cell_of_a_sweep_is_a_row_of_its_own(rng):
     assert (busy.n_pairs, busy.in_flight) == (16, 8)
     assert [r.k for r in busy.by_k] == [2, 5]
     assert busy.observed["prompt_band"] == ("64-255", "<64")
-    assert "t-interval over" in busy.e2e_ratio.method, "as the sweep itself has it"
+    assert "4 rounds" in busy.e2e_ratio.method, "as the sweep itself has it"
 
 
 def test_one_round_of_a_sweep_is_too_little(rng):

@@ -195,5 +195,5 @@ def test_measured_saving_is_zero_at_equal_speed():
     """Requests as fast as target-only saved nothing; twice as fast, half of their passes."""
     same = [receipt(i, "speculative", tpot_ms=20) for i in range(5)]
     fast = [receipt(i, "speculative", tpot_ms=10) for i in range(5)]
-    assert speed.saved_passes_measured(same, 0.020) == pytest.approx(0, abs=1e-6)
-    assert speed.saved_passes_measured(fast, 0.020) == pytest.approx(5 * 63 / 2)
+    assert speed.work(same).saved_measured(0.020) == pytest.approx(0, abs=1e-6)
+    assert speed.work(fast).saved_measured(0.020) == pytest.approx(5 * 63 / 2)
