@@ -568,6 +568,8 @@ class _Stream:
     started_ns: int
     status: int | None = None
     failure: tuple[Outcome, str, str] | None = None
+    error: str = ""
+    """An error event, as JSON."""
     is_done: bool = False
     is_whole: bool = False
     chunks: int = 0
@@ -594,6 +596,7 @@ class _Stream:
             chunk = json.loads(payload.decode())
             if error := chunk.get("error"):
                 self.fail(Outcome.ERROR, "stream_error", _message_of(error))
+                self.error = payload.decode()
                 return
             if usage := chunk.get("usage"):
                 self.usage = dict(usage)
@@ -699,6 +702,8 @@ class _Stream:
                 self.fail(Outcome.CANCELLED, "aborted", "the server aborted the request")
             elif "error" in reasons:
                 self.fail(Outcome.ERROR, "server_error", "finish_reason error")
+        if (refused := self._refused(body)) is not None:
+            self.failure = refused
         outcome, error_class, message = self.failure or (Outcome.OK, None, None)
         usage = self.usage or {}
         usage_tokens = _count(usage.get("completion_tokens"))
@@ -774,6 +779,17 @@ class _Stream:
             server_queue_ms=_number((self.metrics or {}).get("queue_time_ms")),
             warnings=tuple(self.warnings),
         )
+
+    def _refused(self, body: Mapping[str, Any]) -> tuple[Outcome, str, str] | None:
+        """A refusal that came as an event: vLLM checks sampling parameters when a stream has begun.
+
+        None for errors of another kind, and where anything was generated.
+        """
+        if not self.error or self.last_ids_ns is not None or self.last_output_ns is not None:
+            return None
+        error = json.loads(self.error)["error"]
+        code = error.get("code") if isinstance(error, dict) else None
+        return _refusal(code, self.error, body) if code in (400, 422) else None
 
     def _counts(
         self, request: PlannedRequest, body: Mapping[str, Any], completion_tokens: int | None

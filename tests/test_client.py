@@ -560,6 +560,29 @@ def test_no_event_of_any_shape_raises(values, raw):
     assert receipt.outcome in {"error", "incomplete", "ok", "cancelled"}
 
 
+async def test_a_refusal_that_comes_as_an_event_is_a_refusal():
+    """T13 as vLLM 0.32 streams it: HTTP 200, then an error event with code 400, nothing generated.
+
+    The same event after a token is an error: something had begun.
+    """
+    error = {
+        "message": "The min_p and logit_bias sampling parameters are not yet supported with "
+        "speculative decoding.",
+        "type": "BadRequestError",
+        "param": None,
+        "code": 400,
+    }
+    request = planned(sampler=Sampler(min_p=0.05))
+    seen = await observe(Script([sse({"error": error}), DONE]), request)
+    assert (seen.outcome, seen.error_class) == (Outcome.REJECTED, "unsupported_parameter")
+    assert seen.error_message.startswith("parameter min_p: The min_p and logit_bias")
+    seen = await observe(Script([sse(chunk("x", [1])), sse({"error": error}), DONE]), request)
+    assert (seen.outcome, seen.error_class) == (Outcome.ERROR, "stream_error")
+    for other in ({"error": error | {"code": 500}}, {"error": "boom"}):
+        seen = await observe(Script([sse(other), DONE]), request)
+        assert (seen.outcome, seen.error_class) == (Outcome.ERROR, "stream_error")
+
+
 # --- answers in one piece, several choices, log-probabilities ------------------------------------
 
 

@@ -401,17 +401,19 @@ def _entry_problem(
     if value is None or value > 1e-6:
         return "the log-probability is no number of at most 0"
     values = [-math.inf if v is None else v for _, v in top]
-    if values != sorted(values, reverse=True):
+    # vLLM puts the token itself first, whatever its rank.
+    others = values[1:] if top and top[0][0] in (token, None) else values
+    if others != sorted(others, reverse=True):
         return "the alternatives are not in order"
     if sum(map(math.exp, values)) > 1 + 1e-3:
         return f"the alternatives' probabilities sum to {sum(map(math.exp, values)):.4g}"
     named = [t for t, _ in top if t is not None]
     if values and len(named) == len(values):
-        if value > values[-1] + limit and token not in named:
+        if value > min(values) + limit and token not in named:
             return "the token is likelier than its alternatives and not among them"
         if token in named and abs(values[named.index(token)] - value) > 1e-4:
             return "the token and its alternatives disagree on its log-probability"
-    if greedy and values and value < values[0] - limit:
+    if greedy and values and value < max(values) - limit:
         return "at temperature 0 it is not the most likely one"
     return ""
 
