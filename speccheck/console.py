@@ -355,7 +355,8 @@ def plan_page(plan: Mapping[str, Any]) -> None:
     for route in plan["routes"]:
         console.print(Text(f"route {route['route']}: {route['prompts']} prompts"))
         for rule, limit in route["rules"].items():
-            console.print(Text(f"    {rule} {limit:g}"))
+            need = route["needs"][rule]
+            console.print(Text(f"    {rule} {limit:g}" + (f": {need}" if need else "")))
 
 
 def canary_page(run_id: str, routes: Sequence[RouteStatus]) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from speccheck import stats
 from speccheck.records import Arm, Estimate, Measurement, Outcome, Receipt
@@ -24,6 +25,10 @@ ALPHA = 0.05
 
 TPOT_MIN_TOKENS = 32
 """Shorter outputs are left out of TPOT: their last, cut round dominates it."""
+
+SLOWER = 1.10
+"""A pair whose TPOT is over this many times target-only's got slower: how many did is told beside
+the ratio of quantiles, which is another question and the one that is judged (STATS 4.2)."""
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 """The quantiles of latency that are measured, by the name they have in metrics."""
@@ -131,8 +136,9 @@ def measure_route(
     they are measured per load only. Protected traffic has its own metric (`measure_protected`).
 
     Metrics: acceptance_rate, mean_acceptance_length, draft_coverage; ttft, tpot, e2e and queue_age
-    ratios at p50, p95, p99 (tpot_p95_ratio ...); e2e_mean_ratio; error_rate,
-    error_rate_target_only, unsupported_requests; length_finish_rate; fallback_rate.
+    ratios at p50, p95, p99 (tpot_p95_ratio ...); e2e_mean_ratio; tpot_slower_share; error_rate,
+    error_rate_target_only, error_rate_difference, unsupported_requests; length_finish_rate;
+    fallback_rate.
 
     Outputs under `tpot_min_tokens` tokens, and pairs of unequal length, are left out of TPOT.
     What the eligibility policy keeps on target-only is evidence of neither arm and left out; with
@@ -356,6 +362,10 @@ def _latency(
     target = np.array([a for _, _, a, _ in known])
     speculative = np.array([b for _, _, _, b in known])
     clusters = _clusters([(t, s) for t, s, _, _ in known])
+    slower = int((speculative > SLOWER * target).sum())
+    if name == "tpot":
+        own = f"{slower} of {len(known)} pairs took over {SLOWER:g} times as long"
+        note = f"{own}; {note}".removesuffix("; ")
     slowest = [s for _, s, a, b in sorted(known, key=lambda x: -(x[3] / x[2] if x[2] else 0))]
     draws = stats.bootstrap_quantile_ratios(
         target,
@@ -368,12 +378,21 @@ def _latency(
     found = [
         measured(
             f"{name}_{label}_ratio",
-            lambda a, p=p: draws.estimate(p, alpha=a),
+            lambda a, p=p: _ratio(draws, target, speculative, p, alpha=a),
             _times_note(stats.quantile(target, p), stats.quantile(speculative, p), label, note),
             slowest,
         )
         for label, p in QUANTILES.items()
     ]
+    if name == "tpot":
+        found.append(
+            measured(
+                "tpot_slower_share",
+                lambda a: stats.clopper_pearson(slower, len(known), alpha=a),
+                f"pairs whose TPOT is over {SLOWER:g} times target-only's",
+                slowest,
+            )
+        )
     if name == "e2e":
         found.append(
             measured(
@@ -384,6 +403,24 @@ def _latency(
             )
         )
     return found
+
+
+def _ratio(
+    draws: stats.RatioDraws,
+    target: npt.ArrayLike,
+    speculative: npt.ArrayLike,
+    p: float,
+    *,
+    alpha: float,
+) -> Estimate:
+    """From the draws, or the conservative order statistics where the tail is too thin for them.
+
+    A resampled maximum is never over the observed one, so that few values beyond a quantile make
+    limits that are far too near; those of order statistics do not exist then, which is the truth.
+    """
+    if p in draws.values and draws.n * min(p, 1 - p) >= stats.TAIL_VALUES:
+        return draws.estimate(p, alpha=alpha)
+    return stats.order_statistic_ratio(target, speculative, p, alpha=alpha)
 
 
 def _times_note(target_s: float, speculative_s: float, label: str, note: str) -> str:
@@ -424,11 +461,7 @@ def _unpaired_latency(
     found = [
         measured(
             f"{name}_{label}_ratio",
-            lambda a, p=p: (
-                draws.estimate(p, alpha=a)
-                if p in draws.values
-                else stats.order_statistic_ratio(target, speculative, p, alpha=a)
-            ),
+            lambda a, p=p: _ratio(draws, target, speculative, p, alpha=a),
             _times_note(stats.quantile(target, p), stats.quantile(speculative, p), label, note),
         )
         for label, p in QUANTILES.items()
@@ -482,27 +515,47 @@ def is_error(receipt: Receipt) -> bool:
     return receipt.finish_reason is None or receipt.completion_tokens == 0
 
 
-def _outcomes(pairing: Pairing, measured: Measured) -> list[Measurement]:
-    found = []
-    for metric, side in (
-        ("error_rate", pairing.speculative),
-        ("error_rate_target_only", pairing.target),
-    ):
+def _errors(pairing: Pairing, measured: Measured) -> list[Measurement]:
+    """Error rates of both arms and their difference: what is acceptable, what speculation's own."""
+    sides = []
+    for side in (pairing.speculative, pairing.target):
         judged = [r for r in side if not is_refused(r) and r.outcome != Outcome.CANCELLED]
-        bad = [r for r in judged if is_error(r)]
-        kinds = Counter(r.error_class or r.outcome for r in bad)
+        sides.append((judged, [r for r in judged if is_error(r)]))
+
+    def rate(arm: int, alpha: float) -> Estimate:
+        judged, bad = sides[arm]
+        return stats.clopper_pearson(len(bad), len(judged), alpha=alpha)
+
+    found = []
+    for arm, metric in enumerate(("error_rate", "error_rate_target_only")):
+        judged, bad = sides[arm]
         note = f"{len(bad)} of {len(judged)} requests failed"
         if bad:
+            kinds = Counter(r.error_class or r.outcome for r in bad)
             note += f": {', '.join(f'{n} {kind}' for kind, n in kinds.most_common(3))}"
-        k, n = len(bad), len(judged)
+            if arm == 0 and sides[1][0]:
+                note += f"; {len(sides[1][1])} of {len(sides[1][0])} on target-only"
         found.append(
             measured(
                 metric,
-                (lambda a, k=k, n=n: stats.clopper_pearson(k, n, alpha=a)) if n else None,
-                note if n else "no request was sent",
+                (lambda a, arm=arm: rate(arm, a)) if judged else None,
+                note if judged else "no request was sent",
                 bad,
             )
         )
+    if all(judged for judged, _ in sides):
+        found.append(
+            measured(
+                "error_rate_difference",
+                lambda a: stats.difference(rate(1, a), rate(0, a)),
+                "speculative less target-only",
+            )
+        )
+    return found
+
+
+def _outcomes(pairing: Pairing, measured: Measured) -> list[Measurement]:
+    found = _errors(pairing, measured)
     spec = pairing.speculative
     both = {r.pair_id for r in pairing.target if is_refused(r)}
     refused = [r for r in spec if is_refused(r) and r.pair_id not in both]

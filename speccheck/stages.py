@@ -428,6 +428,10 @@ def describe(path: Path) -> dict[str, Any]:
                 "route": route.name,
                 "prompts": len(prompts),
                 "rules": rules.limits(route.name),
+                "needs": {
+                    name: guardrails.planned_need(guardrails.RULES[name], limit)
+                    for name, limit in guardrails.rule_limits(rules, route.name).items()
+                },
             }
             for route, prompts in zip(rollout.routes, replayed, strict=True)
         ],

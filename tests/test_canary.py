@@ -395,6 +395,24 @@ def test_what_does_not_pay_is_held_and_not_turned_off(folder, monkeypatch) -> No
     assert [d.action for d in made] == [Action.HOLD]
 
 
+def test_random_ids_turn_nothing_off_but_wrong_outputs_do(folder, monkeypatch) -> None:
+    """T08: acceptance breaks on a synthetic workload, which decides nothing; errors still do."""
+    path = folder / "corpus.jsonl"
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    texts = [json.dumps(line | {"source": "random_token_ids"}) for line in lines]
+    path.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    _, made, _ = stage(folder, World(dead), monkeypatch)
+    assert [d.action for d in made] == [Action.INCONCLUSIVE]
+    assert "random" in made[0].reason
+
+    def failing(request: PlannedRequest, n: int) -> dict[str, Any]:
+        del request, n
+        return {"outcome": "error", "error_class": "timeout", "proposed_tokens": None}
+
+    _, made, _ = stage(folder, World(failing), monkeypatch, fresh=True)
+    assert made[-1].action is Action.FALL_BACK
+
+
 def test_a_rule_in_dry_run_turns_nothing_off(folder, monkeypatch) -> None:
     """It fails, is shown, and the route goes on."""
     (folder / "guardrails.yaml").write_text(

@@ -513,3 +513,40 @@ def test_each_task_must_pass_where_the_loss_is_set():
         losses = {f.cohort: f.verdict for f in found if f.rule == "max_quality_loss"}
         assert set(losses) == shown
     assert losses == {"": Verdict.PASS, "json": Verdict.PASS, "sql": Verdict.INCONCLUSIVE}
+
+
+# --- how many ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rule", "limit", "text"),
+    [
+        ("max_error_rate", 0.01, "299 clean requests, 358 where it is looked at all the time"),
+        ("max_tpot_p95_regression", 0.1, "about 124 requests if 10% faster, 548 if not"),
+        ("min_acceptance_rate", 0.55, "60 requests"),
+        ("max_unsupported_requests", 0, ""),
+        ("max_error_rate", 0.0, "no number of requests passes it"),
+    ],
+)
+def test_what_a_rule_will_take_is_told_before_a_run(rule, limit, text):
+    """The sample sizes of STATS 4.2, 4.3 and 4.6, for those who size a rollout."""
+    assert guardrails.planned_need(RULES[rule], RuleLimit(limit)) == text
+
+
+def test_a_tail_too_thin_for_a_limit_asks_for_the_existence_minimum():
+    """A p95 of 30 pairs has no upper limit however fast they are; 42 more and one exists."""
+    data = measure.measure_route(
+        pairs(np.random.default_rng(1), 30, speculative_ms=10),
+        stage="shadow",
+        route="chat",
+        rng=np.random.default_rng(1),
+    )
+    found = judge(
+        {"max_tpot_p95_regression": RuleLimit(0.1, min_n=20)},
+        data,
+        stage=Stage.SHADOW,
+        route="chat",
+    )[0]
+    assert found.verdict is Verdict.INCONCLUSIVE
+    assert "no bound" in found.why
+    assert found.needed == stats.existence_minimum(0.95, 0.025) - 30 == 42

@@ -259,6 +259,49 @@ def test_cancelling_is_no_error(rng):
     assert (found.value, found.n) == (0, 1)
 
 
+def test_how_many_pairs_got_slower_is_told_beside_the_quantile(rng):
+    """Eight of forty pairs take half as long again: their share, with its interval and n."""
+    receipts = pairs(rng, 40, speculative_ms=16.0)
+    slow = [
+        replace(r, last_token_ns=r.first_token_ns + 3 * (r.last_token_ns - r.first_token_ns) // 2)
+        if r.arm == "speculative" and int(r.prompt_id[1:]) < 8
+        else r
+        for r in pairs(rng, 40, target_ms=20.0, speculative_ms=16.0)
+    ]
+    plain, found = by_metric(shadow(receipts, rng)), by_metric(shadow(slow, rng))
+    assert plain["tpot_slower_share"].estimate.value == 0
+    e = found["tpot_slower_share"].estimate
+    assert (e.value, e.n, e.method) == (0.2, 40, "Clopper-Pearson")
+    assert "8 of 40 pairs took over 1.1 times as long" in found["tpot_p95_ratio"].note
+
+
+def test_errors_are_told_against_the_control(rng):
+    """Six failures against two: the absolute rate is judged, the difference says whose they are."""
+    receipts = [
+        replace(r, outcome="error", error_class="timeout")
+        if int(r.prompt_id[1:]) < (6 if r.arm == "speculative" else 2)
+        else r
+        for r in pairs(rng, 100)
+    ]
+    found = by_metric(shadow(receipts, rng))
+    assert (
+        found["error_rate"].note == "6 of 100 requests failed: 6 timeout; 2 of 100 on target-only"
+    )
+    e = found["error_rate_difference"].estimate
+    assert e.value == pytest.approx(0.04)
+    assert e.low < 0 < e.high
+
+
+def test_a_thin_tail_is_left_to_order_statistics(rng):
+    """With 60 pairs nothing is resampled for p95, and no upper limit exists; p50 has one."""
+    found = by_metric(shadow(pairs(rng, 60), rng))
+    assert "order-statistic" in found["tpot_p95_ratio"].estimate.method
+    assert found["tpot_p95_ratio"].estimate.high == float("inf")
+    assert "bootstrap" in found["tpot_p50_ratio"].estimate.method
+    many = by_metric(shadow(pairs(rng, 100), rng))
+    assert "bootstrap" in many["tpot_p95_ratio"].estimate.method
+
+
 def test_a_canary_is_unpaired(rng):
     """Each request on one arm: independent samples, each resampled on its own."""
     receipts = pairs(rng, 400)

@@ -18,7 +18,7 @@ from speccheck.decision import decide
 from speccheck.guardrails import RULES, RuleLimit, judge
 from speccheck.monitors import Assignment, Monitor, Monitors, incidents
 from speccheck.plan import assign_share
-from speccheck.records import Action, Receipt, Stage, Verdict
+from speccheck.records import Action, Estimate, Receipt, Stage, Verdict
 
 THREE = {
     "min_acceptance_rate": RuleLimit(0.55),
@@ -420,6 +420,28 @@ def test_one_slice_alone_is_the_route():
     watched = watch()
     feed(watched, clean(0, 50))
     assert {m.cohort for m in watched.monitors} == {""}
+
+
+@pytest.mark.parametrize(("slower", "verdict"), [(1.25, "inconclusive"), (2.0, "fail")])
+def test_within_the_noise_of_target_only_nothing_is_decided(slower, verdict):
+    """With an A/A floor of 30 %, 25 % slower does not fail a limit of 10 %; twice as slow does."""
+    floor = Estimate(1.0, 0.77, 1.3, 100, "paired bootstrap", 0.05)
+    rules = {"max_tpot_p95_regression": RuleLimit(0.10)}
+    watched = watch(rules, floors={"tpot_p95_ratio": floor})
+    told = feed(watched, traffic(np.random.default_rng(9), 2000, slower=slower))
+    assert told == (["max_tpot_p95_regression"] if verdict == "fail" else [])
+    bare = watch(rules)
+    assert feed(bare, traffic(np.random.default_rng(9), 2000, slower=slower)), "it does without"
+    (found,) = judge(
+        rules,
+        watched.measurements(),
+        stage=Stage.CANARY,
+        route="chat",
+        noise_floors=watched.floors,
+        standings=watched.standings(),
+    )
+    assert found.verdict.word == verdict
+    assert "noise floor" in found.why
 
 
 # --- what a receipt says ------------------------------------------------------------------------

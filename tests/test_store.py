@@ -314,6 +314,28 @@ def test_a_receipt_is_written_once(store):
     assert store.append_receipts([]) == 0
 
 
+def test_receipts_come_out_in_the_order_in_which_they_came_in(tmp_path):
+    """Whatever their keys, their times and their batches; known ones keep their first place."""
+    rng = np.random.default_rng(4)
+    numbers = rng.permutation(300).tolist()
+    path = tmp_path / "s.duckdb"
+    at = 0
+    while at < len(numbers):
+        size = int(rng.integers(1, 40))
+        again = [int(n) for n in rng.choice(numbers[: at + 1], 3)]
+        with Store.open(path) as store:
+            new = [receipt(n, scheduled_ns=1000 - n) for n in numbers[at : at + size]]
+            old = [receipt(n, outcome="error") for n in again if n in numbers[:at]]
+            assert store.append_receipts([(r, None) for r in [*old, *new, *new]]) == len(new)
+        at += size
+    with Store.read(path) as store:
+        arrived = store.arrived("run-1")
+        scheduled = store.receipts("run-1")
+        assert store.arrived("run-1", arm="target_only") == []
+    assert [r.prompt_id for r in arrived] == [f"p{n}" for n in numbers]
+    assert [r.prompt_id for r in scheduled] == [f"p{n}" for n in sorted(numbers, reverse=True)]
+
+
 def test_done_keys_are_those_of_stage_and_phase(store):
     """Resuming asks per stage, or per phase of it."""
     others = [receipt(0, phase="load-4"), receipt(0, stage="shadow"), receipt(0, run_id="run-2")]
