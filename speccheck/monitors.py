@@ -10,6 +10,10 @@ the order in which slices appear (1/2, 1/6, 1/12 ... of it). So a healthy route 
 `ALPHA_FAIL` at most, however long it is watched. A monitor starts anew when what it watches changes
 (engine config, policy, models): what was seen of another version is no evidence for this one.
 
+They speak of the traffic that comes. Where prompts come again, as in a canary that is made of a
+corpus, that is the mix of these prompts: whether more prompts would do the same is for the stages
+before, which take prompts as clusters. Of acceptance, exact copies are not counted twice.
+
 What is said here is a function of the receipts, in the order in which they came, and of no clock.
 """
 
