@@ -26,6 +26,7 @@ from speccheck.config import CanaryConfig, Guardrails, Rollout, Route
 from speccheck.context import RunContext
 from speccheck.errors import SpeccheckError, UsageError
 from speccheck.guardrails import rule_limits
+from speccheck.health import Punctuality
 from speccheck.records import (
     Action,
     Arm,
@@ -238,6 +239,7 @@ def watched(
         acceptance=rollout.canary.acceptance_method,
         earlier=earlier,
         floors=shadow.latency_floors(store, run_id),
+        mix_share=rollout.canary.shares[-1],
     )
     return watch, ramp(rollout.canary, route, resets_of(store, run_id, route))
 
@@ -258,6 +260,7 @@ class Guard:
             run.store, run.run_id, route.name, run.rollout, run.guardrails
         )
         self._by_phase = {step.phase: step for step in self.steps}
+        self._punctuality = Punctuality(run.rollout.client_limits)
         self._unrepresentative = corpus.unrepresentative(
             run.prompts(route, route.traffic("canary"))
         )
@@ -275,7 +278,8 @@ class Guard:
             return
         speculative = receipt.arm == Arm.SPECULATIVE and not receipt.kept_off
         self._seen[receipt.phase] += int(speculative)
-        failed = self.monitors.add(receipt, share=step.share)
+        late = self._punctuality.add(receipt)
+        failed = self.monitors.add(receipt, share=step.share, late=late)
         if self.decision is None and any(map(self._is_broken, failed)):
             self._fall_back()
 
@@ -448,11 +452,12 @@ def _status(
 ) -> RouteStatus:
     watch, steps = watched(store, run_id, route, rollout, rules)
     by_phase = {step.phase: step for step in steps}
+    punctuality = Punctuality(rollout.client_limits)
     last: Step | None = None
     for receipt in store.arrived(run_id, stage=Stage.CANARY, route=route):
         step = by_phase.get(receipt.phase)
         if step is not None:
-            watch.add(receipt, share=step.share)
+            watch.add(receipt, share=step.share, late=punctuality.add(receipt))
             last = step
     found = judge(watch, rules)
     assignment = watch.assignment

@@ -13,7 +13,8 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -235,7 +236,7 @@ def pooled_health(
     )
 
 
-def lateness(receipts: Sequence[Receipt], limits: HealthLimits) -> str:
+def lateness(receipts: Iterable[Receipt], limits: HealthLimits) -> str:
     """Why these requests left too late for their times to mean anything, or empty. Pure.
 
     For a look at a run that is still going on, where receipts are all there is.
@@ -244,12 +245,28 @@ def lateness(receipts: Sequence[Receipt], limits: HealthLimits) -> str:
     return _late(lags_s, ttfts_s, limits) if lags_s else ""
 
 
+class Punctuality:
+    """Our lateness over the last requests, for looks at each of them while a run goes on."""
+
+    def __init__(self, limits: HealthLimits, *, window: int = 100) -> None:
+        self._limits = limits
+        self._last: deque[Receipt] = deque(maxlen=window)
+
+    def add(self, receipt: Receipt) -> str:
+        """Take in a finished request; why the times of these last ones are void, or empty.
+
+        One hiccup in a hundred is let pass, as in a stage; in fewer requests it is not.
+        """
+        self._last.append(receipt)
+        return lateness(self._last, self._limits)
+
+
 def unknown_health(reason: str) -> ClientHealth:
     """The health of a client that measured nothing: not valid."""
     return ClientHealth(valid=False, reasons=(reason,), is_late=True)
 
 
-def _times(receipts: Sequence[Receipt]) -> tuple[list[float], list[float], int]:
+def _times(receipts: Iterable[Receipt]) -> tuple[list[float], list[float], int]:
     """Send lags and TTFTs, seconds, of what was measured, and how many were held back."""
     sent = [r for r in receipts if r.sent_ns is not None and not r.warm_up]
     free = [r for r in sent if HELD not in r.warnings]

@@ -35,6 +35,7 @@ from speccheck.guardrails import (
     Standing,
     with_implied,
 )
+from speccheck.plan import assign_share
 from speccheck.records import Arm, Estimate, Finding, Measurement, Outcome, Receipt, Stage, Verdict
 
 AcceptanceMethod = Literal["betting", "asymptotic"]
@@ -541,6 +542,7 @@ class Monitors:
         earlier: Sequence[Receipt] = (),
         floors: Mapping[str, Estimate] | None = None,
         alpha_fail: float = ALPHA_FAIL,
+        mix_share: float | None = None,
     ) -> None:
         """Begin to watch a route.
 
@@ -555,7 +557,12 @@ class Monitors:
             floors: A/A ratios by metric (`measure.noise_floors`): beyond a limit on times by less
                 than target-only differs from itself decides nothing, see `guardrails.judge`.
             alpha_fail: level of failing over all monitors of the route together.
+            mix_share: share whose ratio of arms the times of every step are thinned to. Most of
+                target-only comes in the first steps and most of the speculative arm in the last, so
+                a machine that got slower meanwhile would be taken for a slower arm; the draw knows
+                nothing of the times. None where the share stays.
         """
+        self._mix_share = mix_share
         self.route = route
         self.receipts: list[Receipt] = []
         self.restarts: list[Restart] = []
@@ -583,6 +590,7 @@ class Monitors:
 
     def _begin(self) -> None:
         self.receipts = []
+        self._left_out = 0
         self.assignment = Assignment()
         self._cohorts: dict[str, list[Monitor]] = {"": self._made("", self._alpha_fail / 2)}
         self._kinds: Counter[str] = Counter()
@@ -602,11 +610,12 @@ class Monitors:
             for name, limit in self._rules.items()
         ]
 
-    def add(self, receipt: Receipt, *, share: float | None = None) -> list[Monitor]:
+    def add(self, receipt: Receipt, *, share: float | None = None, late: str = "") -> list[Monitor]:
         """Take in one finished request and look; the monitors that fail at this look.
 
         `share` is the planned share of the speculative arm when it was assigned; None where nobody
-        assigned it. Warm-up, protected traffic and what the eligibility policy keeps off say
+        assigned it. `late` says why our own client was too late to time it, or is empty: its times
+        are void then. Warm-up, protected traffic and what the eligibility policy keeps off say
         nothing.
         """
         if receipt.warm_up or receipt.kept_off or receipt.priority == "protected":
@@ -616,12 +625,28 @@ class Monitors:
         if share is not None:
             self.assignment.add(receipt, share)
         failed: list[Monitor] = []
+        is_timed = not late and self._is_in_mix(receipt, share)
+        self._left_out += not is_timed and not late
         for cohort in ("", *self._begun(receipt)):
             for monitor in self._cohorts[cohort]:
+                if monitor.rule.is_timed and not is_timed:
+                    continue
                 monitor.add(receipt)
                 if self._is_open(cohort) and monitor.look():
                     failed.append(monitor)
         return failed
+
+    def _is_in_mix(self, receipt: Receipt, share: float | None) -> bool:
+        """Whether the times of a request belong to a mix of steps that both arms have alike.
+
+        At share s the arms get requests as s to 1 - s. Of the arm that gets more than its part at
+        the share of the mix, so much is left out that every step has them in that ratio.
+        """
+        if share is None or self._mix_share is None:
+            return True
+        odds = share / (1 - share) / (self._mix_share / (1 - self._mix_share))
+        chance = 1 / odds if receipt.arm == Arm.SPECULATIVE else odds
+        return chance >= 1 or assign_share(receipt.receipt_id, "mix of steps", chance)
 
     def _begun(self, receipt: Receipt) -> tuple[str, ...]:
         """Names of the slices that a receipt is in, new ones begun."""
@@ -714,6 +739,11 @@ class Monitors:
         metric = monitor.rule.metric
         beside = counted.get(metric)
         note = _times_note(monitor, receipts) if beside is None else beside.note
+        if monitor.rule.is_timed and self._left_out:
+            note += (
+                f"; {self._left_out} of them are left out, by a draw, so that the times of both arms"
+                " come from the steps alike"
+            )
         if metric == "error_rate":
             note = self._errors_note(monitor, note, receipts)
         elif monitor.copies:

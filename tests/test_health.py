@@ -178,6 +178,15 @@ def test_a_look_knows_of_lateness_from_receipts():
     assert lateness(slow, HealthLimits()) == ""
 
 
+def test_lateness_of_the_last_requests_passes():
+    """Two late sends void the times of the requests around them, and no more than those."""
+    watched = health.Punctuality(HealthLimits(), window=50)
+    said = [watched.add(sent(i, 40.0 if i in (60, 61) else 1.0)) for i in range(200)]
+    assert not any(said[:60])
+    assert all(said[61:110])
+    assert not any(said[112:])
+
+
 # --- what it decides ----------------------------------------------------------------------------
 
 

@@ -681,3 +681,45 @@ def test_levels_of_a_monitor_are_those_of_its_sides():
         assert found.levels[found.passes] == 0.05
         assert found.levels[found.fails] == pytest.approx(0.005 / 3)
     assert stats.log_odds_against(0.05) == pytest.approx(np.log(20))
+
+
+# --- times that say nothing of the arms ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("change", [1.3, 0.8], ids=["slower", "faster"])
+def test_a_machine_that_changes_from_step_to_step_is_no_change_of_the_arm(change):
+    """Equal arms, every step so much slower than the one before: neither failed nor passed.
+
+    Target-only comes mostly in the first steps and the speculative arm in the last, so without
+    thinning to one mix of steps the ramp itself fails or passes rules on times (20 of 20 runs).
+    """
+    rules = {"min_speedup": RuleLimit(1.0)}
+    plain, mixed = watch(rules), watch(rules, mix_share=0.5)
+    rng = np.random.default_rng(8)
+    for number, share in enumerate((0.05, 0.25, 0.5, 0.9)):
+        for made in traffic(rng, 400, slower=1.0, share=share):
+            key = f"{number}-{made.receipt_id}"
+            first, last = made.first_token_ns, made.last_token_ns
+            assert first is not None
+            assert last is not None
+            last = first + round((last - first) * change**number)
+            slowed = replace(made, receipt_id=key, last_token_ns=last)
+            for watched in (plain, mixed):
+                watched.add(slowed, share=share)
+    assert monitor(plain, "min_speedup").verdict in (Verdict.FAIL, Verdict.PASS)
+    assert monitor(mixed, "min_speedup").verdict is Verdict.INCONCLUSIVE
+    assert monitor(mixed, "min_speedup").n > 250
+    (told,) = [m for m in mixed.measurements() if m.metric == "e2e_mean_ratio"]
+    assert "both arms come from the steps alike" in told.note
+
+
+def test_times_read_by_a_late_client_are_no_evidence():
+    """A regression seen only while our client was late fails nothing; acceptance counts on."""
+    rules = {"max_tpot_p95_regression": RuleLimit(0.10), "min_acceptance_rate": RuleLimit(0.55)}
+    late, on_time = watch(rules), watch(rules)
+    for made in traffic(np.random.default_rng(3), 600, slower=3.0):
+        late.add(made, late="send lag p99 40 ms > limit 10 ms")
+        on_time.add(made)
+    assert monitor(on_time, "max_tpot_p95_regression").verdict is Verdict.FAIL
+    assert monitor(late, "max_tpot_p95_regression").n == 0
+    assert monitor(late, "min_acceptance_rate").n == monitor(on_time, "min_acceptance_rate").n > 0
