@@ -739,10 +739,10 @@ class Monitors:
         metric = monitor.rule.metric
         beside = counted.get(metric)
         note = _times_note(monitor, receipts) if beside is None else beside.note
-        if monitor.rule.is_timed and self._left_out:
+        if monitor.rule.is_timed and self._left_out and not monitor.cohort:
             note += (
-                f"; {self._left_out} of them are left out, by a draw, so that the times of both arms"
-                " come from the steps alike"
+                f"; {self._left_out} of them are left out, by a draw, so that the times of both"
+                " arms come from the steps alike"
             )
         if metric == "error_rate":
             note = self._errors_note(monitor, note, receipts)
