@@ -57,8 +57,7 @@ def tokens_per_time(ks, rates, costs):
     tokens = sum(sum(a**j for j in range(k + 1)) for k, a in zip(ks, rates, strict=True))
     n = len(ks)
     time = costs.step + costs.sequence * n + costs.token * sum(k + 1 for k in ks)
-    for position in range(1, max(ks) + 1):
-        time += costs.draft_step * any(k >= position for k in ks)
+    time += costs.cell * n * (max(ks) + 1) + costs.draft_step * max(ks)
     return tokens / time
 
 
@@ -186,7 +185,7 @@ class AdaptiveLength(Decoding):
     costs under which history changes the length on the fixture's table.
     """
 
-    costs = StepCosts(step=1.0, sequence=0.0, token=0.12, draft_step=0.3)
+    costs = StepCosts(step=1.0, sequence=0.0, token=0.12, cell=0.0, draft_step=0.3)
 
     def length(self, state):
         history = state.memory or ()
@@ -255,7 +254,7 @@ def test_the_setting_comes_back_as_it_went_in() -> None:
         ({"costs": {"tokens": 1}}, "token"),
         ({"costs": {"token": -1}}, "from 0 up"),
         ({"costs": {"token": True}}, "from 0 up"),
-        ({"costs": {"step": 0, "sequence": 0, "token": 0}}, "cost something"),
+        ({"costs": {"step": 0, "sequence": 0, "token": 0, "cell": 0}}, "cost something"),
         ({"costs": 3}, "object"),
     ],
 )

@@ -38,16 +38,17 @@ class StepCosts:
     """What a step costs, in any one unit; only ratios matter.
 
     A round over n sequences costs `step` + `sequence` n + `token` for each row that is verified +
-    `draft_step` for each position that is drafted (by however many: what a drafted token costs by
-    itself is in `token`, since each is verified too). The defaults are those of the packaged pair
-    on a CPU, in target-only passes of one sequence; `tests/bench/adaptive.py --costs` measures
-    them.
+    `cell` for each cell of the batch, which is as wide as its longest block + `draft_step` for each
+    position that is drafted (by however many: what a drafted token costs by itself is in `token`,
+    since each is verified too). The defaults are those of the packaged pair on a CPU, in
+    target-only passes of one sequence; `tests/bench/adaptive.py --costs` measures them.
     """
 
-    step: float = 0.88
+    step: float = 0.91
     sequence: float = 0.02
-    token: float = 0.10
-    draft_step: float = 0.075
+    token: float = 0.04
+    cell: float = 0.03
+    draft_step: float = 0.11
 
 
 LOOKUP_COSTS = StepCosts(draft_step=0.0)
@@ -176,7 +177,7 @@ class ProposalLengths:
         its time; the batch that results sets the price anew.
         """
         costs, n = self._costs, len(rates)
-        fixed = costs.step + (costs.sequence + costs.token) * n
+        fixed = costs.step + (costs.sequence + costs.token + costs.cell) * n
         crowd = 1 + n_waiting / n
         rate = n / fixed
         lengths = [0] * n
@@ -202,7 +203,7 @@ class ProposalLengths:
             if not members:
                 break
             gain = sum(chances[i] for i in members)
-            took = costs.draft_step + costs.token * len(members)
+            took = costs.draft_step + costs.cell * len(rates) + costs.token * len(members)
             tokens, time, surplus = tokens + gain, time + took, surplus + gain - price * took
             for i in members:
                 lengths[i] = position

@@ -236,7 +236,7 @@ def _adaptive(value: Any, k: int, default: StepCosts, where: str) -> Adaptive | 
         if not is_number or not 0 <= cost < float("inf"):
             raise UsageError(f"{where}.costs: {name} is a number from 0 up, got {cost!r}")
     found = replace(default, **{name: float(cost) for name, cost in costs.items()})
-    if found.step + found.sequence + found.token <= 0:
+    if found.step + found.sequence + found.token + found.cell <= 0:
         raise UsageError(f"{where}.costs: a step must cost something")
     return Adaptive(least, found)
 

@@ -3,9 +3,9 @@
 Run it as `python tests/bench/adaptive.py [--quick] [--costs]`. All engines run in one process and
 take turns on the same prompts, in an order that is turned round by round. Times are CPU seconds of
 this process (each model has one thread), so that what else runs on the machine counts for little.
-Figures are ratios to target-only in the same round: tokens per second, higher is better, with the
-least and the most over rounds in brackets. Temperature 0: the last column counts answers that
-differ from target-only's.
+Figures are ratios to target-only in the same round: tokens per second, higher is better, the
+geometric mean over rounds with its interval (one-sided 5 %). Temperature 0: the last column counts
+answers that differ from target-only's.
 
 Traffic: short requests, high agreement (code, support, json) and low agreement (prose), 2 : 2 : 1.
 
@@ -15,7 +15,6 @@ Traffic: short requests, high agreement (code, support, json) and low agreement 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +22,16 @@ from typing import Any
 import numpy as np
 from engine import Block, load, run
 
+from speccheck import stats
 from speccheck.engine.drafters import Draft
 from speccheck.engine.engine import Engine
 from speccheck.engine.sequence import Sequence
 from speccheck.engine.settings import EngineSettings
+from speccheck.records import Estimate
 
 CONCURRENCY = (1, 8, 32)
 FIXED = (1, 2, 3, 5, 8)
-ROUNDS = 5
+ROUNDS = 8
 MIX = (("code", 2), ("tool_text", 4), ("support", 1), ("json", 1), ("prose", 2))
 """Task and weight; tool_text answers are the short ones."""
 
@@ -81,17 +82,16 @@ class Timed(Engine):
 def main() -> None:
     """Print the table, or the costs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="one round, the first two loads")
+    parser.add_argument("--quick", action="store_true", help="two rounds, the first two loads")
     parser.add_argument("--costs", action="store_true", help="fit the costs of a step instead")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--concurrency", type=int, nargs="+")
     options = parser.parse_args()
     levels = options.concurrency or (CONCURRENCY[:2] if options.quick else CONCURRENCY)
-    rounds = options.rounds or (1 if options.quick else ROUNDS)
+    rounds = options.rounds or (2 if options.quick else ROUNDS)
     arms: dict[str, Engine] = {"target-only": engine_of(None)}
     arms |= {f"k={k}": engine_of(spec(k)) for k in FIXED}
-    if not options.costs:
-        arms["adaptive"] = engine_of(spec(FIXED[-1], adaptive=True))
+    arms["adaptive"] = engine_of(spec(FIXED[-1], adaptive=True))
     prompts = mixed(arms["target-only"])
     if options.costs:
         fit(arms, prompts, levels, rounds)
@@ -117,7 +117,7 @@ def measure(
     arms: dict[str, Engine], prompts: list[tuple[tuple[int, ...], int]], level: int, rounds: int
 ) -> dict[str, list[Block]]:
     """A block of each arm in each round, the order turned by one from round to round."""
-    n = max(20, 2 * level)
+    n = max(10, level + level // 2)
     blocks: dict[str, list[Block]] = {name: [] for name in arms}
     names = list(arms)
     for i in range(rounds):
@@ -130,30 +130,30 @@ def measure(
 def report(level: int, blocks: dict[str, list[Block]]) -> None:
     """One line: each arm over target-only; then adaptive over the best fixed length."""
     target = blocks["target-only"]
-    cells, medians = [], {}
-    for name, mine in blocks.items():
-        if name == "target-only":
-            continue
-        ratios = [s.tokens_per_s / t.tokens_per_s for t, s in zip(target, mine, strict=True)]
-        medians[name] = statistics.median(ratios)
-        cells.append(f"{medians[name]:.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    ratios = {name: over(mine, target) for name, mine in blocks.items() if name != "target-only"}
+    cells = [f"{e.value:.2f} ({e.low:.2f}-{e.high:.2f})" for e in ratios.values()]
     differ = sum(
         s.answers[i] != ids
         for t, s in zip(target, blocks["adaptive"], strict=True)
         for i, ids in t.answers.items()
     )
     print(f"{level:>3} " + "".join(f"{cell:>20}" for cell in cells) + f"{differ:>8}", flush=True)
-    fixed = {name: ratio for name, ratio in medians.items() if name != "adaptive"}
-    best = max(fixed, key=lambda name: fixed[name])
-    against = [
-        a.tokens_per_s / b.tokens_per_s
-        for a, b in zip(blocks["adaptive"], blocks[best], strict=True)
-    ]
+    best = max((name for name in ratios if name != "adaptive"), key=lambda n: ratios[n].value)
+    against = over(blocks["adaptive"], blocks[best])
     drafted = sum(block.drafted for block in blocks["adaptive"])
     steps = sum(block.rounds for block in blocks["adaptive"])
     print(
-        f"    adaptive over the best fixed ({best}): {statistics.median(against):.3f}"
-        f" ({min(against):.3f}-{max(against):.3f}); it drafts {drafted / steps:.2f} tokens a step"
+        f"    adaptive over the best fixed ({best}): {against.value:.3f} ({against.low:.3f} to"
+        f" {against.high:.3f}); it drafts {drafted / steps:.2f} tokens a step"
+    )
+
+
+def over(mine: list[Block], base: list[Block]) -> Estimate:
+    """Tokens per second over those of other blocks of the same rounds."""
+    return stats.geometric_mean_ratio(
+        [block.tokens_per_s for block in base],
+        [block.tokens_per_s for block in mine],
+        alpha=0.05,
     )
 
 
@@ -175,12 +175,12 @@ def fit(
         key = (one.n, one.rows, one.positions)
         alike.setdefault(key, []).append(one.seconds)
     points = {key: times for key, times in alike.items() if len(times) >= 3}
-    x = np.array([(1, n, rows, positions) for n, rows, positions in points])
+    x = np.array([(1, n, rows, n * (width + 1), width) for n, rows, width in points])
     y = np.array([np.quantile(times, 0.25) for times in points.values()])
     weight = np.sqrt([len(times) for times in points.values()]) / y
     costs, _ = nnls(x * weight[:, None], y * weight)
-    unit = costs[:3].sum()
-    names = ("step", "sequence", "token", "draft_step")
+    unit = costs[:4].sum()
+    names = ("step", "sequence", "token", "cell", "draft_step")
     print(f"{len(passes)} steps, {len(points)} kinds; one pass of one sequence {unit * 1e3:.3f} ms")
     for name, cost in zip(names, costs / unit, strict=True):
         print(f"{name:<12}{cost:8.4f}")
