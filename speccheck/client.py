@@ -1094,7 +1094,8 @@ def sampling_features(request: PlannedRequest) -> list[str]:
         "n": request.n > 1,
     }
     names = {name for name, is_used in in_use.items() if is_used}
-    names |= request.fields.keys() - {"tool_choice"}  # which goes with tools
+    # tool_choice goes with tools, and the proposal length is the policy's, not the caller's.
+    names |= request.fields.keys() - {"tool_choice", "k"}
     return sorted(names.union(request.prompt.features))
 
 

@@ -37,7 +37,17 @@ PRESSURE = ("concurrency", "queued")
 KNOWN_FEATURES = (
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "penalties"),
     *("json_object", "json_schema", "regex", "grammar", "choice", "structural_tag"),
-    *("logit_bias", "logprobs", "prompt_logprobs", "min_p", "min_tokens", "n", "seed", "stop"),
+    *(
+        "response_format",
+        "logit_bias",
+        "logprobs",
+        "prompt_logprobs",
+        "min_p",
+        "min_tokens",
+        "n",
+        "seed",
+        "stop",
+    ),
     *("tools", "top_k", "top_p"),
 )
 """Sampling features by the names that receipts use; a corpus may add some of its own."""
@@ -410,8 +420,22 @@ def facts_of(request: PlannedRequest, prompt_tokens: Mapping[str, int]) -> Facts
         output_band=prompt.output_band,
         max_tokens=request.max_tokens,
         temperature=request.sampler.temperature,
-        features=frozenset(sampling_features(request)),
+        features=features_of(request),
     )
+
+
+def features_of(request: PlannedRequest) -> frozenset[str]:
+    """Sampling features in use, under the names of cohorts and under those of single options."""
+    sampler = request.sampler
+    options = {
+        "frequency_penalty": sampler.frequency_penalty != 0,
+        "presence_penalty": sampler.presence_penalty != 0,
+        "repetition_penalty": sampler.repetition_penalty != 1,
+        "response_format": sampler.response_format is not None,
+        "seed": sampler.seed is not None,
+    }
+    used = {name for name, is_used in options.items() if is_used}
+    return frozenset(used.union(sampling_features(request)))
 
 
 def enforce(

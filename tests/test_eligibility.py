@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 from ruamel.yaml import YAML
 from rule_receipts import receipt
 
+from speccheck.client import Observation, make_receipt
 from speccheck.config import load_rollout, package_dir
 from speccheck.eligibility import (
+    KNOWN_FEATURES,
     Door,
     Eligibility,
     Facts,
@@ -22,11 +24,22 @@ from speccheck.eligibility import (
     decide_at_best,
     enforce,
     facts_of,
+    features_of,
     load_eligibility,
     policy_version,
 )
 from speccheck.errors import UsageError
-from speccheck.records import Arm, PlannedRequest, Prompt, Sampler, Stage, to_json
+from speccheck.measure import used_options
+from speccheck.records import (
+    Arm,
+    ArmDescription,
+    Outcome,
+    PlannedRequest,
+    Prompt,
+    Sampler,
+    Stage,
+    to_json,
+)
 
 FILE = """\
 version: 1
@@ -370,6 +383,42 @@ def test_the_door_counts_what_is_in_flight(tmp_path: Path) -> None:
     door.receipt(receipt(0, "speculative"))
     assert door.send(planned(21)).arm is Arm.SPECULATIVE
     assert door.send(planned(22)).arm is Arm.TARGET_ONLY
+
+
+def test_the_door_lets_through_what_the_plan_let_through(tmp_path: Path) -> None:
+    """The proposal length that the plan was given is no feature of the request."""
+    policy = load(tmp_path, FILE.replace("[stop]", "[]"))
+    (sent,) = enforce(policy, [planned(1)], {"chat"}, LENGTHS)
+    assert sent.fields == {"k": 2}
+    assert Door(policy, {"chat"}, LENGTHS).send(sent) == sent
+
+
+@settings(deadline=None)
+@given(
+    st.builds(
+        Sampler,
+        temperature=st.sampled_from([0.0, 0.7]),
+        top_p=st.sampled_from([1.0, 0.9]),
+        top_k=st.sampled_from([0, 5]),
+        min_p=st.sampled_from([0.0, 0.1]),
+        seed=st.sampled_from([None, 0, 7]),
+        frequency_penalty=st.sampled_from([0.0, 0.5]),
+        presence_penalty=st.sampled_from([0.0, -1.0]),
+        repetition_penalty=st.sampled_from([1.0, 1.1]),
+        stop=st.sampled_from([(), ("x",)]),
+        logprobs=st.sampled_from([None, 0, 3]),
+        response_format=st.sampled_from([None, "json_object"]),
+    ),
+    st.sampled_from([{}, {"logit_bias": {"1": 2}}, {"k": 3}]),
+)
+def test_a_request_and_its_receipt_have_the_same_features(sampler, fields) -> None:
+    """What the matrix sees of a request afterwards is what the policy sees of it before."""
+    request = planned(1, sampler=sampler, fields=fields)
+    seen = Observation(Outcome.OK, 1, 2, completion_tokens=1)
+    about = ArmDescription(Arm.SPECULATIVE, "http://x", "scripted", "m", {})
+    made = make_receipt(seen, request, "run", about, "policy:1", scheduled_ns=0)
+    assert features_of(request) == used_options(made)
+    assert features_of(request) <= set(KNOWN_FEATURES)
 
 
 def test_the_door_gives_a_pair_one_answer(tmp_path: Path) -> None:
