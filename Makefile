@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench wheel-check clean
+.PHONY: demo test lint bench detection wheel-check clean
 
 demo: $(STAMP)
 	@$(BIN)/python -m speccheck demo --out demo
@@ -21,6 +21,10 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/adaptive.py
+
+# Which broken verifiers the distribution tests find, with how many tokens.
+detection: $(STAMP)
+	$(BIN)/python tests/bench/detection.py
 
 # A wheel in a fresh virtual environment, away from the checkout.
 wheel-check: $(STAMP)

@@ -208,7 +208,7 @@ def draft(rollout: Rollout, log_dir: Path) -> Iterator[ArmDescription | None]:
     """The draft model served alone, target-only, or None where there is none to serve.
 
     What a distribution test needs to know which tokens the draft prefers. Attached: the URL that
-    the rollout names as `draft`.
+    the rollout names as `draft`. No third vLLM server is started: two may fill the GPU.
 
     Raises:
         EngineError: the server does not start or answer.
@@ -218,7 +218,7 @@ def draft(rollout: Rollout, log_dir: Path) -> Iterator[ArmDescription | None]:
         url = attached.draft if attached is not None else None
         yield None if url is None else _describe(Arm.TARGET_ONLY, url, None, _api_key(rollout))
         return
-    if speculation["method"] != "draft_model":
+    if rollout.engine == "vllm" or speculation["method"] != "draft_model":
         yield None
         return
     folder = str(SpeculativeSettings.parse(speculation).model_dir)

@@ -77,6 +77,30 @@ def run_battery(
 ) -> Result:
     """Draw, score and judge.
 
+    Raises:
+        EngineError: an arm cannot be reached.
+    """
+    samples, why = draw(run, prompts, settings)
+    if why:
+        return Result(None, why)
+    judged = battery.run(
+        samples[Arm.SPECULATIVE],
+        samples[Arm.TARGET_ONLY],
+        rng=run.rng("battery"),
+        margin=settings.margin,
+        wanted=wanted,
+    )
+    tested, not_tested = battery.scope(
+        judged, max_tokens=settings.max_tokens, concurrency=run.rollout.replay.concurrency
+    )
+    return Result(judged, "", tested, not_tested)
+
+
+def draw(
+    run: RunContext, prompts: Sequence[Prompt], settings: ProbeConfig
+) -> tuple[Mapping[Arm, Sequence[Sampled]], str]:
+    """Scored samples of both arms in the order of repeats, and why there are none (else empty).
+
     Prompts are chosen where the target is sure of the first token and open about the next, since
     tokens that it is certain of show nothing. Prompts with options that change the law (stop
     strings, structured output) are left out.
@@ -84,22 +108,23 @@ def run_battery(
     Raises:
         EngineError: an arm cannot be reached.
     """
+    if settings.samples == 0:
+        return {}, "left out: replay.probe.samples is 0"
     plain = [p for p in prompts if p.response_format is None and not p.features and not p.stop]
     if not plain:
-        return Result(None, "every prompt asks for something that changes the target's law")
-    concurrency = run.rollout.replay.concurrency
+        return {}, "every prompt asks for something that changes the target's law"
     arms = run.endpoints()
     draft = run.draft()
     drafting = _drafting(arms[Arm.SPECULATIVE], draft)
-    samples = settings.samples
-    if samples is None:
-        samples = DRAFTED if drafting != "unknown" else UNKNOWN
+    repeats = settings.samples
+    if repeats is None:
+        repeats = DRAFTED if drafting != "unknown" else UNKNOWN
     phase = plan.Phase(
         run.run_id,
         PROBE,
         f"t{settings.max_tokens}",
         Sampler(temperature=1.0),
-        concurrency=concurrency,
+        concurrency=run.rollout.replay.concurrency,
         keep_text=True,
         max_tokens=settings.max_tokens,
     )
@@ -108,24 +133,13 @@ def run_battery(
         f"samples at temperature 1 of {len(chosen)} prompts",
         [
             _seeded(request, run.rollout.seed)
-            for request in plan.closed_loop(phase, chosen, rng=run.rng("probe"), repeats=samples)
+            for request in plan.closed_loop(phase, chosen, rng=run.rng("probe"), repeats=repeats)
         ],
     )
-    answers = _answers(run, phase, chosen, samples)
+    answers = _answers(run, phase, chosen, repeats)
     if not all(answers.values()):
-        return Result(None, _why_none(run, phase))
-    found = asyncio.run(_scored(run, arms, draft, drafting, chosen, answers))
-    judged = battery.run(
-        found[Arm.SPECULATIVE],
-        found[Arm.TARGET_ONLY],
-        rng=run.rng("battery"),
-        margin=settings.margin,
-        wanted=wanted,
-    )
-    tested, not_tested = battery.scope(
-        judged, max_tokens=settings.max_tokens, concurrency=concurrency
-    )
-    return Result(judged, "", tested, not_tested)
+        return {}, _why_none(run, phase)
+    return asyncio.run(_scored(run, arms, draft, drafting, chosen, answers)), ""
 
 
 # --- drawing ------------------------------------------------------------------------------------

@@ -1,21 +1,28 @@
 """Sampled output follows the target's law, and the checks that say so catch wrong verifiers.
 
-Tests T1, T2, T3 and T5 of the statistics notes, plus T4 (token ids): the target's conditional
-probabilities of the generated tokens come from the plain numpy forward pass, so the only thing
-shared with the engine is the weights file. A run is rejected when the smallest of its six p-values
-is below ALPHA / 6: a right engine is rejected with probability ALPHA at most per run, and the seeds
-are fixed, so nothing here is flaky. The first generated token comes from the prompt pass and is
-left out. The wrong shortcuts carry the numbers of the catalogue in the statistics notes.
+Tests T1 to T5 of the battery: the target's conditional probabilities of the generated tokens come
+from the plain numpy forward pass, so the only thing shared with the engine is the weights file. A
+run is rejected when the smallest of its p-values (Holm) is at most ALPHA: a right engine is
+rejected with probability ALPHA at most per run, and the seeds are fixed, so nothing here is flaky.
+The first generated token comes from the prompt pass and is left out. The wrong shortcuts carry the
+numbers of the catalogue in the statistics notes.
 """
-
-from itertools import pairwise
 
 import numpy as np
 import pytest
-from scipy import stats
+from broken_server import ArgmaxDraft, BonusFromDraft, FallsToLastId
+from shortcuts import (
+    AbsoluteResidual,
+    AcceptIfLikelier,
+    AcceptWithTarget,
+    FreshDrawAfterMismatch,
+    TypicalAcceptance,
+)
 from test_engine_models import perturbed_model, random_model, reference_logits
 
+from speccheck import battery
 from speccheck import verifier as v
+from speccheck.controls import Lenience, ResampleFromTarget
 from speccheck.engine import drafters
 from speccheck.engine.cache import KVCache
 from speccheck.engine.drafters import NO_DRAFT, Draft, ModelDrafter
@@ -107,73 +114,27 @@ def conditionals(target, prompts, tokens, process=softmax):
 
 
 def p_values(tokens, laws):
-    """The battery: p-values of T1 (KS, chi-square), T2, T3, T4, T5."""
-    seen = tokens[..., 1:].reshape(-1)
-    p = laws.reshape(-1, VOCAB)
-    n = len(seen)
-    i = np.arange(n)
-    assert (p[i, seen] > 0).all(), "an impossible token was generated"
-    order = np.argsort(-p, axis=1, kind="stable")
-    ranks = np.argsort(order, axis=1)[i, seen]
-    ordered = np.take_along_axis(p, order, axis=1)
-    below = np.cumsum(ordered, axis=1)[i, ranks] - ordered[i, ranks]
-    pit = below + np.random.default_rng(1).random(n) * ordered[i, ranks]
-    bins = np.bincount((pit * 20).astype(int), minlength=20)
+    """Smallest-first Holm p-values of T1 to T5 by the product's own battery.
 
-    edges = [0, 1, 2, 3, 6, 20, VOCAB]  # ranks 1, 2, 3, 4-6, 7-20, tail
-    categories = np.stack([ordered[:, a:b].sum(axis=1) for a, b in pairwise(edges)], axis=1)
-    hit = np.searchsorted(edges, ranks, side="right") - 1
-    difference = (np.bincount(hit, minlength=6) - categories.sum(axis=0))[:-1]
-    covariance = (np.diag(categories.sum(axis=0)) - categories.T @ categories)[:-1, :-1]
-    t2 = difference @ np.linalg.solve(covariance, difference)
-
-    with np.errstate(divide="ignore"):
-        surprisal = np.where(p > 0, -np.log(p), 0.0)
-    mean = (p * surprisal).sum(axis=1)
-    variance = (p * surprisal**2).sum(axis=1) - mean**2
-    t3 = (surprisal[i, seen] - mean).sum() / np.sqrt(variance.sum())
-
-    counts = np.bincount(seen, minlength=VOCAB)
-    frequent = p.sum(axis=0) > 50
-    t4 = (counts - p.sum(axis=0))[frequent] / np.sqrt((p * (1 - p)).sum(axis=0)[frequent])
-
-    return {
-        "T1 KS": stats.kstest(pit, "uniform").pvalue,
-        "T1 chi2": stats.chisquare(bins).pvalue,
-        "T2": stats.chi2.sf(t2, 5),
-        "T3": 2 * stats.norm.sf(abs(t3)),
-        "T4": min(1.0, frequent.sum() * 2 * stats.norm.sf(np.abs(t4).max())),
-        "T5": repeated_sample_p(tokens, laws),
-    }
-
-
-def repeated_sample_p(tokens, laws):
-    """T5: at each context met often, chi-square over its five likeliest tokens and the rest."""
-    statistic, freedom = 0.0, 0
-    for rows, law in zip(tokens, laws, strict=True):
-        for depth in (1, 2, 3):
-            nodes = {}
-            for j, row in enumerate(rows.tolist()):
-                nodes.setdefault(tuple(row[:depth]), []).append(j)
-            for members in nodes.values():
-                if len(members) < 60:
-                    continue
-                p = law[members[0], depth - 1]
-                top = [t for t in np.argsort(-p)[:5] if p[t] * len(members) >= 5]
-                counts = np.bincount(rows[members, depth], minlength=VOCAB)
-                observed = np.append(counts[top], len(members) - counts[top].sum())
-                expected = np.append(p[top], 1 - p[top].sum()) * len(members)
-                if expected[-1] < 5:
-                    observed, expected = observed[:-1], expected[:-1]
-                    expected = expected * observed.sum() / expected.sum()
-                statistic += ((observed - expected) ** 2 / expected).sum()
-                freedom += len(observed) - 1
-    assert freedom >= 10
-    return stats.chi2.sf(statistic, freedom)
+    Every token's law is the reference's whole row, so nothing is lumped into a tail.
+    """
+    for seen, law in zip(tokens[..., 1:].reshape(-1), laws.reshape(-1, VOCAB), strict=True):
+        assert law[seen] > 0, "an impossible token was generated"
+    order = np.argsort(-laws, axis=-1, kind="stable")
+    ordered = np.take_along_axis(laws, order, axis=-1)
+    samples = [
+        battery.Sampled(str(i), tuple(row.tolist()), battery.Scores(ids, probs))
+        for i, (rows, all_ids, all_probs) in enumerate(zip(tokens, order, ordered, strict=True))
+        for row, ids, probs in zip(rows, all_ids, all_probs, strict=True)
+    ]
+    rng = np.random.default_rng(1)
+    found = battery.run(samples, [], rng=rng, wanted=("T1", "T1b", "T2", "T3", "T4", "T5"))
+    assert all(t.fit.applies for t in found.tests), [t.why for t in found.tests]
+    return {t.name: t.p_adjusted for t in found.tests}
 
 
 def rejected(p):
-    return min(p.values()) < ALPHA / len(p)
+    return min(p.values()) <= ALPHA
 
 
 # -- the engine is right --------------------------------------------------------------------------
@@ -256,78 +217,6 @@ def test_penalised_output_follows_the_penalised_target(name, target, draft, prom
 # -- wrong shortcuts are caught -------------------------------------------------------------------
 
 
-class ResampleFromTarget(v.Token):
-    """W01: the correction is drawn from p, not from the residual."""
-
-    def final(self, step, tau):
-        return step.row(tau)
-
-
-class AcceptIfLikelier(v.Token):
-    """W02: accept iff p >= q."""
-
-    def accept_probs(self, step):
-        return (step.at_draft(step.p) >= step.at_draft(step.q)).astype(float)
-
-
-class Typical(v.Token):
-    """W04: Medusa's typical acceptance."""
-
-    def accept_probs(self, step):
-        rows = step.p[: step.k]
-        entropy = -(rows * np.log(np.maximum(rows, 1e-300))).sum(axis=1)
-        return (step.at_draft(rows) > np.minimum(0.09, 0.3 * np.exp(-entropy))) * 1.0
-
-    def final(self, step, tau):
-        return step.row(tau)
-
-
-class OneHotTestSoftResidual(v.Token):
-    """W05: accept with p(x), but correct from max(0, p - q)."""
-
-    def accept_probs(self, step):
-        return step.at_draft(step.p)
-
-
-class FreshAfterMismatch(v.SamplerMatch):
-    """W06: match test, then a new draw from p."""
-
-    def final_sites(self, k):
-        return [("final", tau) for tau in range(k + 1)]
-
-
-class FallsToLastId(v.Token):
-    """W18: the residual is not normalised and what is missing falls to the last id."""
-
-    def final(self, step, tau):
-        if tau == step.k:
-            return step.row(tau)
-        row = self.residual(step, tau)
-        row[-1] += 1 - row.sum()
-        return row
-
-
-class AbsoluteResidual(v.Token):
-    """W20: the residual is abs(p - q)."""
-
-    def residual(self, step, tau):
-        return np.abs(step.p[tau] - step.q[tau])
-
-
-class Lenient(v.Token):
-    """W26: accept with min(1, p / (0.8 q)); a small deviation."""
-
-    def accept_probs(self, step):
-        return np.minimum(1, step.at_draft(step.p) / (0.8 * step.at_draft(step.q)))
-
-
-class BonusFromDraft(v.Token):
-    """W29, of its kind: the bonus is drawn from a draft row."""
-
-    def final(self, step, tau):
-        return step.q[-1] if tau == step.k > 0 else super().final(step, tau)
-
-
 class FirstFailureStopsBlock(v.Block):
     """W32: block verification that stops at the first failure."""
 
@@ -344,16 +233,6 @@ class CoolDraft(ModelDrafter):
         hot = super()._choose(logits, sequences, position)
         cool = super()._choose(logits * 2, sequences, position)
         return [(token, row) for (token, _), (_, row) in zip(cool, hot, strict=True)]
-
-
-class ArgmaxDraft(ModelDrafter):
-    """W10: the draft is an argmax but is verified as if it had been drawn."""
-
-    def _choose(self, logits, sequences, position):
-        drawn = super()._choose(logits, sequences, position)
-        return [
-            (int(best), row) for best, (_, row) in zip(logits.argmax(axis=1), drawn, strict=True)
-        ]
 
 
 class StaleDraftRows(ModelDrafter):
@@ -382,12 +261,12 @@ class PeekingDraft(ModelDrafter):
 WRONG_VERIFIERS = [
     ResampleFromTarget,
     AcceptIfLikelier,
-    Typical,
-    OneHotTestSoftResidual,
-    FreshAfterMismatch,
+    TypicalAcceptance,
+    AcceptWithTarget,
+    FreshDrawAfterMismatch,
     FallsToLastId,
     AbsoluteResidual,
-    Lenient,
+    Lenience,
     BonusFromDraft,
 ]
 WRONG_DRAFTERS = [CoolDraft, ArgmaxDraft, StaleDraftRows, PeekingDraft]

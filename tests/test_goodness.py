@@ -17,8 +17,8 @@ from speccheck.stats import goodness as g
 
 ALPHA = 1e-3
 K = 20
-RUNS = 150
-MOST_ALARMS = 7  # Binomial(150, .01) exceeds it with probability .0003
+RUNS = 100
+MOST_ALARMS = 5  # Binomial(100, .01) exceeds it with probability .0005
 
 
 # --- golden values ------------------------------------------------------------------------------
