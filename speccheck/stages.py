@@ -628,8 +628,10 @@ def _keep(run: RunContext, stage: Stage, judged: Judged, started: str) -> None:
     counters, notes = _counters(run, stage)
     late, held = _unfit(health) if receipts and judged.decisions else ("", "")
     if late:
-        reasons.insert(0, f"our client was late, so times are void: {late}")
-    elif held:
+        void = f"our client was late, so times are void: {late}"
+        # What replay finds rests on no times; the matrix shows some, so it is said there too.
+        reasons.insert(0, void) if stage in LIVE else notes.append(void)
+    elif held and stage in LIVE:
         reasons.insert(0, f"passes on times are void: {held}")
     evidence = {
         "verdict": verdict.word,

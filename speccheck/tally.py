@@ -151,7 +151,8 @@ def _why(
         reasons.append("the counters stand still: is the server run with --disable-log-stats?")
     if not reasons and gap is not None:
         reasons.append(
-            "the server answered others too: probes, or traffic that is not ours"
+            "the server counts what receipts do not (each of several choices, probes), or it "
+            "answered traffic that is not ours"
             if gap > 0
             else "receipts say more than this server counted: did another replica answer?"
         )

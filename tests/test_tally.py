@@ -104,7 +104,7 @@ def test_an_engine_that_restarted_is_named():
     ("after", "words"),
     [
         (counters(0, 0, 0), "--disable-log-stats"),
-        (counters(260, 1040, 624), "others too: probes"),
+        (counters(260, 1040, 624), "counts what receipts do not"),
         (counters(240, 960, 576), "did another replica answer?"),
     ],
 )

@@ -233,7 +233,7 @@ def demo(out: Path, again: bool) -> int:  # noqa: FBT001
     late = [
         name
         for name, result in ended.stages.items()
-        if result.evidence["client_health"].get("is_late")
+        if name in context.LIVE and result.evidence["client_health"].get("is_late")
     ]
     if late:
         click.echo(
