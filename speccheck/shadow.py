@@ -192,6 +192,25 @@ def latency_floors(opened: Store, run_id: str) -> dict[str, Estimate]:
     return measure.noise_floors(receipts, rng=named_rng(opened.run(run_id).seed, "floor"))
 
 
+def block_notes(run: RunContext, receipts: Sequence[Receipt]) -> list[str]:
+    """What speaks against the length of the blocks: they should be three times the longest request.
+
+    Each block ends before the next begins, so no load is carried over; but in a short block most
+    of the time is spent filling up and draining, under less than the planned load.
+    """
+    settings = run.rollout.shadow
+    mirrored_s = settings.requests_per_route * len(run.rollout.routes) / settings.rate_per_s
+    block_s = mirrored_s / (settings.blocks // 2)
+    longest_s = max((r.e2e_s for r in receipts if r.e2e_s is not None), default=0.0)
+    if block_s >= 3 * longest_s:
+        return []
+    return [
+        f"a block with the mirror lasts {block_s:.3g} s, under three times the longest request "
+        f"({longest_s:.3g} s), so it is seldom under the planned load: more requests per route, or "
+        "fewer blocks"
+    ]
+
+
 def evidence(
     run: RunContext,
     receipts: Sequence[Receipt],
@@ -231,6 +250,7 @@ def _scheduling(receipts: Sequence[Receipt], load: str) -> list[dict[str, Any]]:
         queue_ages = [r.queue_age_s for r in mine if r.queue_age_s is not None]
         effective = [r.effective_s for r in mine if r.effective_s is not None]
         queued = [r.server_queue_ms / 1e3 for r in mine if r.server_queue_ms is not None]
+        gaps = [r.max_chunk_gap_ns / 1e9 for r in mine if r.max_chunk_gap_ns is not None]
         rows.append(
             {
                 "load": load,
@@ -243,6 +263,7 @@ def _scheduling(receipts: Sequence[Receipt], load: str) -> list[dict[str, Any]]:
                     "server_queue_p95_s": _quantile(queued, 0.95),
                     "effective_latency_p50_s": _quantile(effective, 0.5),
                     "effective_latency_p95_s": _quantile(effective, 0.95),
+                    "longest_chunk_gap_p95_s": _quantile(gaps, 0.95),
                 },
             }
         )

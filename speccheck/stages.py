@@ -306,7 +306,10 @@ def shadow_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     judged.evidence = shadow.evidence(
         run, receipts, protected, delay, shadow.latency_floors(run.store, run.run_id)
     )
-    judged.notes = shadow.lookup_notes(run, sweep.calibrated(run.store, run.run_id))
+    judged.notes = [
+        *shadow.block_notes(run, receipts),
+        *shadow.lookup_notes(run, sweep.calibrated(run.store, run.run_id)),
+    ]
     return judged
 
 
@@ -627,12 +630,15 @@ def _keep(run: RunContext, stage: Stage, judged: Judged, started: str) -> None:
     ]
     counters, notes = _counters(run, stage)
     late, held = _unfit(health) if receipts and judged.decisions else ("", "")
+    void = ""
     if late:
         void = f"our client was late, so times are void: {late}"
-        # What replay finds rests on no times; the matrix shows some, so it is said there too.
-        reasons.insert(0, void) if stage in LIVE else notes.append(void)
-    elif held and stage in LIVE:
-        reasons.insert(0, f"passes on times are void: {held}")
+    elif held:
+        void = f"passes on times are void: {held}"
+    if void and stage in LIVE:
+        reasons.insert(0, void)
+    elif void:  # what replay finds rests on no times, but the matrix shows some
+        notes.append(void)
     evidence = {
         "verdict": verdict.word,
         "reasons": reasons,

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 
 import pytest
 from attached_pair import attached_pair
+from rule_receipts import receipt
 
 from speccheck import context, measure, shadow
 from speccheck.console import Reporter
@@ -80,6 +81,17 @@ def test_each_block_starts_with_a_cold_prefix_cache(planned):
         salts[request.block, request.arm].add(request.cache_salt)
     assert all(len(found) == 1 for found in salts.values())
     assert len(set.union(*salts.values())) == len(salts)
+
+
+def test_blocks_that_are_short_against_a_request_are_noted(planned):
+    """Three times the longest request, or a note with both numbers."""
+    run, _, _ = planned
+    # 60 requests at 20/s are 3 s with the mirror, in 4 blocks: 0.75 s each.
+    receipts = [receipt(0, "target_only", ttft_ms=100, tpot_ms=1, completion_tokens=100)]
+    assert shadow.block_notes(run, receipts) == []
+    receipts = [receipt(0, "target_only", ttft_ms=100, tpot_ms=2, completion_tokens=101)]
+    (note,) = shadow.block_notes(run, receipts)
+    assert "lasts 0.75 s, under three times the longest request (0.3 s)" in note
 
 
 def test_the_stage_keeps_the_floor(tmp_path):
