@@ -204,11 +204,12 @@ def block_notes(run: RunContext, receipts: Sequence[Receipt]) -> list[str]:
     longest_s = max((r.e2e_s for r in receipts if r.e2e_s is not None), default=0.0)
     if block_s >= 3 * longest_s:
         return []
-    return [
+    note = (
         f"a block with the mirror lasts {block_s:.3g} s, under three times the longest request "
         f"({longest_s:.3g} s), so it is seldom under the planned load: more requests per route, or "
         "fewer blocks"
-    ]
+    )
+    return [note]
 
 
 def evidence(
