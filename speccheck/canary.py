@@ -25,7 +25,7 @@ from speccheck import corpus, decision, graded, guardrails, monitors, plan, shad
 from speccheck.config import CanaryConfig, Guardrails, Rollout, Route
 from speccheck.context import RunContext
 from speccheck.errors import SpeccheckError, UsageError
-from speccheck.guardrails import rule_limits
+from speccheck.guardrails import RULES, rule_limits
 from speccheck.health import Punctuality
 from speccheck.records import (
     Action,
@@ -296,7 +296,7 @@ class Guard:
         """The last word before a request goes out: to target-only once the route fell back."""
         if self.decision is None or request.arm is Arm.TARGET_ONLY:
             return request
-        return plan.reroute(request, f"route fell back: {self.decision.findings[0].rule}")
+        return plan.reroute(request, f"route fell back: {broken(self.decision).rule}")
 
     def seen(self, step: Step) -> int:
         """Requests of the speculative arm that a step has seen."""
@@ -373,6 +373,12 @@ class Guard:
             self._failure = error
 
 
+def broken(fallen: Decision) -> Finding:
+    """The finding that a fallback rests on: failed, counted, and no matter of whether it pays."""
+    failed = [f for f in fallen.findings if f.verdict is Verdict.FAIL and f.counted]
+    return min(failed or fallen.findings, key=lambda f: f.rule in RULES and RULES[f.rule].pays)
+
+
 def _still_off(fallen: RecordedDecision, run_id: str) -> Decision:
     """A fallback of an earlier run as the decision of this one; of this run as it stands."""
     if fallen.run_id == run_id:
@@ -417,7 +423,7 @@ class RouteStatus:
     state: str
     """not begun, running, promoted, held, undecided, off or reset."""
     verdict: str | None
-    """Of its monitors; fail where the route is off, None where no request was sent."""
+    """Of its decision; of its monitors before there is one, None where no request was sent."""
     why: str
     """What was decided last, or why nothing was."""
     step: str
@@ -469,6 +475,8 @@ def _status(
     verdict: Verdict | None = worst(f.verdict for f in found if f.counted)
     state, why = "running", "the canary has not come to a decision"
     if words:
+        if not _is_reset(words[-1]):
+            verdict = decision.verdict_of(words[-1])
         state = {
             Action.PROMOTE: "promoted",
             Action.FALL_BACK: "off",
@@ -478,9 +486,7 @@ def _status(
         why = words[-1].reason
     elif last is None:
         state, why, verdict = "not begun", "no request of its canary was sent", None
-    if state == "off":
-        verdict = Verdict.FAIL
-    elif state == "reset" and last is None:
+    if state == "reset" and last is None:
         verdict = Verdict.INCONCLUSIVE
     elif verdict is not None and assignment.is_off:
         verdict, why = max(verdict, Verdict.ERROR), _assignment_text(assignment)
@@ -597,7 +603,7 @@ def _events(
     ]
     if guard.decision is not None:
         moved = [r.scheduled_ns for r in receipts if r.decision == "fell_back"]
-        finding = guard.decision.findings[0]
+        finding = broken(guard.decision)
         found.append(
             {
                 **_event(

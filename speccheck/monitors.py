@@ -1,9 +1,9 @@
 """Monitors of a live route: its rules, looked at after every request, with evidence that allows it.
 
-Each rule has one method that holds at every moment (`METHODS` names them): a beta-binomial
-e-process for rates, bets on acceptance, rank bands for quantiles, an asymptotic sequence for means.
-So looking after each request costs no false alarms, and nothing has to be fixed beforehand but the
-level. A pass does not expire; a later failure overrides it, and nothing overrides a failure.
+Each rule has one method that holds at every moment: a beta-binomial e-process for rates, bets on
+acceptance, rank bands for quantiles, an asymptotic sequence for means. So looking after each
+request costs no false alarms, and nothing has to be fixed beforehand but the level. A pass does not
+expire; a later failure overrides it, and nothing overrides a failure.
 
 The level of failing is shared: half of it by the rules of the whole route, half by their slices, in
 the order in which slices appear (1/2, 1/6, 1/12 ... of it). So a healthy route is failed with
@@ -39,15 +39,11 @@ from speccheck.plan import assign_share
 from speccheck.records import Arm, Estimate, Finding, Measurement, Outcome, Receipt, Stage, Verdict
 
 AcceptanceMethod = Literal["betting", "asymptotic"]
+"""What gates acceptance: bets on each request's accepted/drafted, which hold from the first request
+on, or the sequence of the pooled rate over tokens, silent before request 50."""
 
 Said = Literal["nothing", "something", "copy"]
 """What a receipt says of a metric; a copy says what an earlier one said already."""
-
-METHODS: dict[AcceptanceMethod, str] = {
-    "betting": "bets on each request's accepted/drafted; holds from the first request on",
-    "asymptotic": "confidence sequence of the pooled rate over tokens; silent before request 50",
-}
-"""The methods of which one gates acceptance."""
 
 MISMATCH_ALPHA = 0.001
 """Level at which requests are said not to fall to the arms as planned."""
@@ -267,9 +263,12 @@ class Monitor:
         elif self.n == 0:
             parts.append("no request has said anything yet")
         elif isinstance(self.process, stats.Rate):
+            more = self.needed()
             whole = stats.clean_needed(0, 0, self.limit.limit, alpha=self.levels[self.passes])
             parts.append(
-                f"{self.needed()} more clean requests pass it ({whole} clean ones from nothing)"
+                "no number of clean requests passes it"
+                if more is None
+                else f"{more} more clean requests pass it ({whole} clean ones from nothing)"
             )
         else:
             more = self.needed()
@@ -575,6 +574,7 @@ class Monitors:
         self.floors = floors or {}
         self._alpha_fail = alpha_fail
         self._versions: dict[str, tuple[object, ...]] = {}
+        self._since_ns: dict[str, int] = {}
         for receipt in earlier:
             self._versions[receipt.arm] = _version(receipt)
         served = [
@@ -615,10 +615,12 @@ class Monitors:
 
         `share` is the planned share of the speculative arm when it was assigned; None where nobody
         assigned it. `late` says why our own client was too late to time it, or is empty: its times
-        are void then. Warm-up, protected traffic and what the eligibility policy keeps off say
-        nothing.
+        are void then. Warm-up, protected traffic, what the eligibility policy keeps off and late
+        answers of a version that was replaced say nothing.
         """
         if receipt.warm_up or receipt.kept_off or receipt.priority == "protected":
+            return []
+        if self._is_straggler(receipt):
             return []
         self._note_version(receipt)
         self.receipts.append(receipt)
@@ -662,6 +664,13 @@ class Monitors:
         """Whether a cohort is judged: the route, and slices where there are two of a kind."""
         return not cohort or self._kinds[_kind(cohort)] > 1
 
+    def _is_straggler(self, receipt: Receipt) -> bool:
+        """Whether it was sent before the present version of its arm served its first request."""
+        return (
+            receipt.scheduled_ns < self._since_ns.get(receipt.arm, receipt.scheduled_ns)
+            and _version(receipt) != self._versions[receipt.arm]
+        )
+
     def _note_version(self, receipt: Receipt) -> None:
         version = _version(receipt)
         known = self._versions.get(receipt.arm)
@@ -676,6 +685,7 @@ class Monitors:
         self.restarts.append(
             Restart(len(self.receipts), f"on {receipt.arm}: {', '.join(changed[:2])}")
         )
+        self._since_ns[receipt.arm] = receipt.scheduled_ns
         self._earlier = (0, 0)
         self._begin()
 
