@@ -233,6 +233,7 @@ def watched(
         )
         if graded.in_figures(r)
     ]
+    steps = ramp(rollout.canary, route, resets_of(store, run_id, route))
     watch = monitors.Monitors(
         route,
         rule_limits(rules, route),
@@ -240,8 +241,9 @@ def watched(
         earlier=earlier,
         floors=shadow.latency_floors(store, run_id),
         mix_share=rollout.canary.shares[-1],
+        steps=len(steps),
     )
-    return watch, ramp(rollout.canary, route, resets_of(store, run_id, route))
+    return watch, steps
 
 
 class Guard:

@@ -7,8 +7,12 @@ expire; a later failure overrides it, and nothing overrides a failure.
 
 The level of failing is shared: half of it by the rules of the whole route, half by their slices, in
 the order in which slices appear (1/2, 1/6, 1/12 ... of it). So a healthy route is failed with
-`ALPHA_FAIL` at most, however long it is watched. A monitor starts anew when what it watches changes
-(engine config, policy, models): what was seen of another version is no evidence for this one.
+`ALPHA_FAIL` at most, however long it is watched. Where the share grows in steps, times are compared
+twice: over all steps, thinned to one mix of them, and to fail within the present step alone, so
+that a route that got much slower is not left on until the mix has enough.
+
+A monitor starts anew when what it watches changes (engine config, policy, models): what was seen of
+another version is no evidence for this one.
 
 They speak of the traffic that comes. Where prompts come again, as in a canary that is made of a
 corpus, that is the mix of these prompts: whether more prompts would do the same is for the stages
@@ -144,6 +148,14 @@ class Monitor:
     """Whether the pass rests on requests of earlier stages, too."""
     failed_at: int | None = None
     loads: set[int] = field(default_factory=set)
+    steps: int = 1
+    """Steps in which the share grows."""
+    new_step: Callable[[], Monitor] | None = None
+    """Makes a monitor for one step alone, at its part of the level of failing."""
+    step: Monitor | None = None
+    """That of the present step; once it has failed it stays as it was."""
+    share: float | None = None
+    """Of a step: its share of requests on the speculative arm."""
 
     @property
     def n(self) -> int:
@@ -186,7 +198,12 @@ class Monitor:
 
     def look(self) -> bool:
         """Look at the evidence; whether the rule has failed at this look."""
-        if self.failed_at is not None or not self.is_judged or self.n == 0:
+        if self.failed_at is not None or not self.is_judged:
+            return False
+        if self.step is not None and self.step.look():
+            self.failed_at = self.step.failed_at
+            return True
+        if self.n == 0:
             return False
         if self.process.shows(self.fails) and (self.loops is None or self.loops.shows("over")):
             self.failed_at = self.n
@@ -229,15 +246,15 @@ class Monitor:
 
     def reading(self, finding: Finding) -> Reading:
         """Where it stands, with what the rules made of it."""
-        passes, fails = (self.process.evidence(side) for side in (self.passes, self.fails))
-        estimate = self.estimate() if self.n else None
+        passes, fails = self.process.evidence(self.passes), self._fail_evidence()
+        estimate = self.estimate() if self.speaking.n else None
         return Reading(
             rule=self.rule.name,
             cohort=self.cohort,
             method="" if estimate is None else estimate.method,
             verdict=finding.verdict.word,
             counted=finding.counted,
-            n=self.n,
+            n=self.speaking.n,
             estimate=estimate,
             limit=self.rule.metric_limit(self.limit.limit),
             unit=self.rule.unit,
@@ -284,8 +301,24 @@ class Monitor:
             parts = ["fails at the first one over the limit"]
         return "; ".join(parts)
 
+    @property
+    def speaking(self) -> Monitor:
+        """Whose figures are shown: the present step's where that failed, else its own."""
+        failed = self.step is not None and self.step.failed_at is not None
+        return self.step if failed and self.step is not None else self
+
+    def _fail_evidence(self) -> float:
+        """Evidence (log) for failing, a part of the stake on the present step alone."""
+        own = self.process.evidence(self.fails)
+        if self.new_step is None:
+            return own
+        step = -math.inf if self.step is None else self.step.process.evidence(self.fails)
+        return max(own, step - math.log(self.steps)) - math.log(2)
+
     def estimate(self) -> Estimate:
         """The metric with its anytime interval at the level of passing."""
+        if self.speaking is not self:
+            return self.speaking.estimate()
         e = self.process.estimate(measure.ALPHA)
         low, high = e.low, e.high
         if self.rule.kind == "rate":
@@ -328,12 +361,11 @@ def _monitor(
     acceptance: AcceptanceMethod,
     earlier: tuple[int, int],
     floor: Estimate | None,
+    steps: int,
 ) -> Monitor:
     """The monitor of a rule: its method, and what it takes from a receipt."""
     bound = rule.metric_limit(limit.limit)
-    level: stats.Levels = {"over": alpha_fail, "under": measure.ALPHA}
-    if rule.direction == "min":
-        level = {"over": measure.ALPHA, "under": alpha_fail}
+    level = _levels(rule, alpha_fail)
 
     def made(process: stats.Process, feed: Callable[[Receipt], Said]) -> Monitor:
         return Monitor(rule, limit, cohort, process, level, feed)
@@ -370,12 +402,30 @@ def _monitor(
         return made(length, _drafts(length, "verify_steps"))
     log_noise = guardrails.noise(rule, bound, floor)
     noise = math.exp(log_noise) if log_noise < 700 else math.inf
+    over_all = _timed(rule, limit, cohort, alpha_fail / (2 if steps > 1 else 1), noise)
+    if steps > 1:
+        over_all.levels = level
+        over_all.steps = steps
+        over_all.new_step = lambda: _timed(rule, limit, cohort, alpha_fail / 2 / steps, noise)
+    return over_all
+
+
+def _levels(rule: Rule, alpha_fail: float) -> stats.Levels:
+    if rule.direction == "min":
+        return {"over": measure.ALPHA, "under": alpha_fail}
+    return {"over": alpha_fail, "under": measure.ALPHA}
+
+
+def _timed(rule: Rule, limit: RuleLimit, cohort: str, alpha_fail: float, noise: float) -> Monitor:
+    """The monitor of a rule on times."""
+    bound, level = rule.metric_limit(limit.limit), _levels(rule, alpha_fail)
+    process: stats.MeanRatio | stats.QuantileRatio
     if rule.metric == "e2e_mean_ratio":
-        means = stats.MeanRatio(bound, level, noise=noise)
-        return made(means, _times(means, "e2e"))
-    name, label = rule.metric.removesuffix("_ratio").rsplit("_", 1)
-    ratio = stats.QuantileRatio(bound, level, p=measure.QUANTILES[label], noise=noise)
-    return made(ratio, _times(ratio, name))
+        name, process = "e2e", stats.MeanRatio(bound, level, noise=noise)
+    else:
+        name, label = rule.metric.removesuffix("_ratio").rsplit("_", 1)
+        process = stats.QuantileRatio(bound, level, p=measure.QUANTILES[label], noise=noise)
+    return Monitor(rule, limit, cohort, process, level, _times(process, name))
 
 
 def _is_speculative(receipt: Receipt) -> bool:
@@ -542,6 +592,7 @@ class Monitors:
         floors: Mapping[str, Estimate] | None = None,
         alpha_fail: float = ALPHA_FAIL,
         mix_share: float | None = None,
+        steps: int = 1,
     ) -> None:
         """Begin to watch a route.
 
@@ -560,8 +611,10 @@ class Monitors:
                 target-only comes in the first steps and most of the speculative arm in the last, so
                 a machine that got slower meanwhile would be taken for a slower arm; the draw knows
                 nothing of the times. None where the share stays.
+            steps: how often the share may change; the level of failing is parted between them.
         """
         self._mix_share = mix_share
+        self._steps = steps
         self.route = route
         self.receipts: list[Receipt] = []
         self.restarts: list[Restart] = []
@@ -591,6 +644,7 @@ class Monitors:
     def _begin(self) -> None:
         self.receipts = []
         self._left_out = 0
+        self._share: float | None = None
         self.assignment = Assignment()
         self._cohorts: dict[str, list[Monitor]] = {"": self._made("", self._alpha_fail / 2)}
         self._kinds: Counter[str] = Counter()
@@ -606,6 +660,7 @@ class Monitors:
                 acceptance=self._acceptance,
                 earlier=(0, 0) if cohort else self._earlier,
                 floor=self.floors.get(RULES[name].metric),
+                steps=self._steps,
             )
             for name, limit in self._rules.items()
         ]
@@ -627,16 +682,34 @@ class Monitors:
         if share is not None:
             self.assignment.add(receipt, share)
         failed: list[Monitor] = []
-        is_timed = not late and self._is_in_mix(receipt, share)
-        self._left_out += not is_timed and not late
-        for cohort in ("", *self._begun(receipt)):
+        is_in_mix = self._is_in_mix(receipt, share)
+        self._left_out += not is_in_mix and not late
+        cohorts = ("", *self._begun(receipt))
+        if share != self._share:
+            self._share = share
+            self._begin_step()
+        for cohort in cohorts:
             for monitor in self._cohorts[cohort]:
-                if monitor.rule.is_timed and not is_timed:
+                if monitor.rule.is_timed and late:
                     continue
-                monitor.add(receipt)
+                if monitor.step is not None and monitor.step.failed_at is None:
+                    monitor.step.add(receipt)
+                if is_in_mix or not monitor.rule.is_timed:
+                    monitor.add(receipt)
                 if self._is_open(cohort) and monitor.look():
                     failed.append(monitor)
         return failed
+
+    def _begin_step(self) -> None:
+        """A share begins: what fails within it alone has seen nothing of it yet."""
+        for monitor in (m for made in self._cohorts.values() for m in made):
+            if monitor.failed_at is None:
+                self._renew(monitor)
+
+    def _renew(self, monitor: Monitor) -> None:
+        if monitor.new_step is not None:
+            monitor.step = monitor.new_step()
+            monitor.step.share = self._share
 
     def _is_in_mix(self, receipt: Receipt, share: float | None) -> bool:
         """Whether the times of a request belong to a mix of steps that both arms have alike.
@@ -657,6 +730,8 @@ class Monitors:
             if name not in self._cohorts:
                 j = len(self._cohorts)
                 self._cohorts[name] = self._made(name, self._alpha_fail / 2 / (j * (j + 1)))
+                for monitor in self._cohorts[name]:
+                    self._renew(monitor)
                 self._kinds[_kind(name)] += 1
         return names
 
@@ -702,7 +777,7 @@ class Monitors:
 
     def standings(self) -> dict[tuple[str, str], Standing]:
         """The verdict of each monitor that has seen something, by rule and cohort."""
-        return {(m.rule.name, m.cohort): m.standing() for m in self.monitors if m.n}
+        return {(m.rule.name, m.cohort): m.standing() for m in self.monitors if m.speaking.n}
 
     def measurements(self) -> list[Measurement]:
         """What the monitors estimate, with anytime intervals, for `guardrails.judge`.
@@ -749,7 +824,9 @@ class Monitors:
         metric = monitor.rule.metric
         beside = counted.get(metric)
         note = _times_note(monitor, receipts) if beside is None else beside.note
-        if monitor.rule.is_timed and self._left_out and not monitor.cohort:
+        if monitor.speaking is not monitor:
+            note += f"; of the step at a share of {monitor.speaking.share or 0:.3g} alone"
+        elif monitor.rule.is_timed and self._left_out and not monitor.cohort:
             note += (
                 f"; {self._left_out} of them are left out, by a draw, so that the times of both"
                 " arms come from the steps alike"
@@ -763,7 +840,7 @@ class Monitors:
             Stage.CANARY,
             self.route,
             monitor.cohort,
-            monitor.estimate() if monitor.n else None,
+            monitor.estimate() if monitor.speaking.n else None,
             note,
             () if beside is None else beside.examples,
             share=1.0 if not receipts else len(receipts) / len(self.receipts),
@@ -803,7 +880,7 @@ def _times_note(monitor: Monitor, receipts: Sequence[Receipt]) -> str:
         for arm in (Arm.TARGET_ONLY, Arm.SPECULATIVE)
     ]
     note = f"unpaired: {arms[0]} target-only and {arms[1]} speculative requests completed"
-    process = monitor.process
+    process = monitor.speaking.process
     if isinstance(process, stats.QuantileRatio) and process.observed is not None:
         target, speculative = (1e3 * seconds for seconds in process.observed)
         label = monitor.rule.subject.split()[-1]

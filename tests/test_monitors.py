@@ -725,6 +725,60 @@ def test_a_machine_that_changes_from_step_to_step_is_no_change_of_the_arm(change
     assert "both arms come from the steps alike" in told.note
 
 
+def test_much_slower_is_failed_in_a_small_step():
+    """Three times as slow fails within a dozen requests at 1 %; the mix of steps has too few."""
+    rules = {"max_tpot_p95_regression": RuleLimit(0.10)}
+    rng = np.random.default_rng(12)
+    stepped, mixed = watch(rules, mix_share=0.5, steps=5), watch(rules, mix_share=0.5)
+    told: list[float] = []
+    for number, (share, n) in enumerate(((0.01, 1500), (0.05, 400))):
+        for made in traffic(rng, n, slower=3.0, share=share):
+            key = replace(made, receipt_id=f"{number}-{made.receipt_id}")
+            told += [share for _ in stepped.add(key, share=share)]
+            assert mixed.add(key, share=share) == []
+    assert told == [0.01]
+    failed = monitor(stepped, "max_tpot_p95_regression")
+    assert failed.failed_at is not None
+    assert failed.failed_at <= 15
+    found = next(f for f in findings(stepped, rules) if f.rule == "max_tpot_p95_regression")
+    assert found.verdict is Verdict.FAIL
+    assert "of the step at a share of 0.01 alone" in found.why
+    assert found.estimate.low > 1.1
+    (reading,) = stepped.readings([found])
+    assert reading.fail_evidence >= reading.fail_needs
+
+
+def test_a_restart_in_mid_step_watches_the_step_anew():
+    """After a change of version times are compared within the step again, and fail there."""
+    rules = {"max_tpot_p95_regression": RuleLimit(0.10)}
+    rng = np.random.default_rng(14)
+    watched = watch(rules, mix_share=0.5, steps=5)
+    for r in traffic(rng, 300, share=0.1):
+        assert watched.add(r, share=0.1) == []
+    changed = {"policy_version": "policy:2"}
+    told = [
+        m
+        for r in traffic(rng, 800, share=0.1, slower=3, **changed)
+        for m in watched.add(r, share=0.1)
+    ]
+    assert [m.rule.name for m in told] == ["max_tpot_p95_regression"]
+    assert len(watched.restarts) <= 2
+
+
+def test_steps_share_the_level_of_failing():
+    """On the limit of a rule on times, 40 runs over five steps alarm once at most (1 %)."""
+    rules = {"max_tpot_p95_regression": RuleLimit(0.10)}
+    rng = np.random.default_rng(13)
+    alarms = 0
+    for _ in range(40):
+        watched = watch(rules, mix_share=0.5, steps=5)
+        for share in (0.1, 0.3, 0.5):
+            alarms += any(
+                watched.add(r, share=share) for r in traffic(rng, 150, slower=1.1, share=share)
+            )
+    assert alarms <= 1
+
+
 def test_times_read_by_a_late_client_are_no_evidence():
     """A regression seen only while our client was late fails nothing; acceptance counts on."""
     rules = {"max_tpot_p95_regression": RuleLimit(0.10), "min_acceptance_rate": RuleLimit(0.55)}
