@@ -427,8 +427,9 @@ def test_a_rule_in_dry_run_turns_nothing_off(folder, monkeypatch) -> None:
 # --- resuming -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("truth", [None, dead], ids=["healthy", "dead"])
-@pytest.mark.parametrize("stop_after", [60, 150, 250])
+@pytest.mark.parametrize(
+    ("truth", "stop_after"), [(None, 60), (dead, 150), (None, 250)], ids=["ramp", "dead", "watch"]
+)
 def test_a_killed_canary_comes_to_the_same_decision(folder, monkeypatch, truth, stop_after) -> None:
     """Stopped at any request and run again: the same readings, and the same decisions once each."""
     whole = World(truth)

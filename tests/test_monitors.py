@@ -158,10 +158,10 @@ def test_one_method_gates_acceptance(method):
 
 
 def test_false_alarms_of_a_whole_route():
-    """On the limit of every rule at once, 40 runs of 200 requests alarm once at most (1 %)."""
+    """On the limit of every rule at once, 25 runs of 200 requests alarm once at most (1 %)."""
     rng = np.random.default_rng(3)
     alarms = 0
-    for _ in range(40):
+    for _ in range(25):
         run = traffic(rng, 200, errors=0.01, acceptance=0.55, slower=1.1)
         alarms += bool(feed(watch(), run))
     assert alarms <= 1
@@ -181,7 +181,7 @@ def test_what_is_broken_is_failed_soon(truth, rule, within):
     """Median speculative requests until its own rule fails, the level shared with the others."""
     rng = np.random.default_rng(4)
     found = []
-    for _ in range(9):
+    for _ in range(7):
         watched = watch()
         for r in traffic(rng, 1200, **truth):
             if failed := watched.add(r):
@@ -593,8 +593,8 @@ def assigned(n: int, share: float, salt: str, *, repeat: int = 0) -> list[Receip
 
 
 def test_shares_as_planned_are_not_called_a_mismatch():
-    """Over a whole ramp that sends the same keys again, in 30 runs, none alarms at 0.1 %."""
-    for run in range(30):
+    """Over a whole ramp that sends the same keys again, in 20 runs, none alarms at 0.1 %."""
+    for run in range(20):
         seen = Assignment()
         for share in (0.01, 0.05, 0.25, 0.5):
             for r in assigned(200, share, f"salt {run}"):
@@ -766,12 +766,12 @@ def test_a_restart_in_mid_step_watches_the_step_anew():
 
 
 def test_steps_share_the_level_of_failing():
-    """On the limit of a rule on times, 40 runs over five steps alarm once at most (1 %)."""
+    """On the limit of a rule on times, 20 runs over three steps alarm once at most (1 %)."""
     rules = {"max_tpot_p95_regression": RuleLimit(0.10)}
     rng = np.random.default_rng(13)
     alarms = 0
-    for _ in range(40):
-        watched = watch(rules, mix_share=0.5, steps=5)
+    for _ in range(20):
+        watched = watch(rules, mix_share=0.5, steps=3)
         for share in (0.1, 0.3, 0.5):
             alarms += any(
                 watched.add(r, share=share) for r in traffic(rng, 150, slower=1.1, share=share)
