@@ -1,0 +1,18 @@
+"""Property tests whose outcome no busy machine can change.
+
+Time limits are off, and the examples are the same in each run; `SPECCHECK_EXPLORE=1` draws new ones.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "speccheck",
+    deadline=None,
+    derandomize="SPECCHECK_EXPLORE" not in os.environ,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("speccheck")
