@@ -1,6 +1,6 @@
 """Property tests whose outcome no busy machine can change.
 
-Time limits are off, and the examples are the same in each run; `SPECCHECK_EXPLORE=1` draws new ones.
+Time limits are off, and examples are the same in each run; `SPECCHECK_EXPLORE=1` draws new ones.
 """
 
 from __future__ import annotations
