@@ -133,8 +133,10 @@ async def gap_changes(
     position with the same tokens before it and the same two candidates on top.
 
     Raises:
-        EngineError: the server does not answer or gives no log-probabilities.
+        EngineError: the server does not answer or gives no log-probabilities; no prompts.
     """
+    if not prompts:
+        raise EngineError(f"{target.description.url}: no token ids came with any prompt")
     changes: dict[str, list[float]] = {BATCH: [], PATH: []}
     decode = partial(_decode, session, target, max_tokens=max_tokens, top_k=TOP_K)
     alone = [await decode(prompt) for prompt in prompts]
