@@ -278,7 +278,7 @@ class ProbeConfig(Model):
 
     prompts: Positive = 4
     samples: Count | None = None
-    """Answers per prompt and arm. None: 24, or 60 where the draft's proposals are not known, since
+    """Answers per prompt and arm. None: 20, or 60 where the draft's proposals are not known, since
     tests that cannot use them need more. 0 leaves the tests out of replay."""
     max_tokens: Annotated[int, Field(ge=4, strict=True)] = 24
     margin: Annotated[float, BeforeValidator(fraction), Field(gt=0, lt=1)] = 0.04

@@ -204,28 +204,31 @@ async def rows_of(
     """A model's likeliest tokens at the generated positions of sequences, by teacher forcing.
 
     `sequences` maps a name to (prompt and answer ids, index of the answer's first id); rows are
-    those from the answer's second token on. Empty where the server gives no log-probabilities.
-    `step` is called after each sequence.
+    those from the answer's second token on. A server that refuses `top_k` is asked for `TOP_K`;
+    empty where it gives no log-probabilities at all. `step` is called after each sequence.
 
     Raises:
         EngineError: the server stops answering after it has scored something.
     """
     found: dict[Key, Scores] = {}
 
-    async def one(key: Key) -> None:
+    async def one(key: Key, k: int) -> None:
         ids, start = sequences[key]
-        scored = await _score(session, server, ids, top_k)
-        found[key] = _rows(scored[start + 1 :], top_k)
+        scored = await _score(session, server, ids, k)
+        found[key] = _rows(scored[start + 1 :], k)
         step()
 
     names = list(sequences)
-    try:
-        for name in names[:1]:
-            await one(name)
-    except EngineError:
-        return {}
-    await in_parallel([partial(one, name) for name in names[1:]], SCORING_CONCURRENCY)
-    return found
+    for k in dict.fromkeys((top_k, min(top_k, TOP_K))):
+        try:
+            for name in names[:1]:
+                await one(name, k)
+        except EngineError:
+            continue
+        rest = [partial(one, name, k) for name in names[1:]]
+        await in_parallel(rest, SCORING_CONCURRENCY)
+        return found
+    return {}
 
 
 def _rows(scored: Sequence[client.TokenLogprob | None], top_k: int) -> Scores:

@@ -40,7 +40,7 @@ from speccheck.records import (
 CANDIDATES = 4
 """Prompts looked at for each that is chosen."""
 
-DRAFTED, UNKNOWN = 24, 60
+DRAFTED, UNKNOWN = 20, 60
 """Samples per prompt where `ProbeConfig.samples` is None: with and without the draft's proposals,
 so that one test of each kind reaches its minimum on four prompts of 24 tokens."""
 

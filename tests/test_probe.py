@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -94,16 +95,23 @@ def test_ties_go_to_the_lower_id():
 
 
 async def test_a_server_without_logprobs_gives_no_rows():
-    """A refusal at the first question is "none"; one later on is an error."""
-    said = [refusal(400, "prompt_logprobs are not supported")]
-    with ScriptedServer(lambda body, n: said[0] if n != 1 else completion(body, 0.5)) as server:
+    """Refused at the first question, also with fewer candidates, is "none"; later is an error."""
+    no = refusal(400, "prompt_logprobs are not supported")
+    with ScriptedServer(lambda body, n: completion(body, 0.5) if n in (2, 5) else no) as server:
         async with client.open_session() as session:
-            sequences = {"a": ([1, 2, 3], 1), "b": ([1, 2, 3], 1)}
-            ask = probe.rows_of(session, target(server.url), sequences, top_k=3, step=lambda: None)
-            assert await ask == {}
-            ask = probe.rows_of(session, target(server.url), sequences, top_k=3, step=lambda: None)
+            ask = partial(
+                probe.rows_of,
+                session,
+                target(server.url),
+                {"a": ([1, 2, 3], 1), "b": ([1, 2, 3], 1)},
+                step=lambda: None,
+            )
+            assert await ask(top_k=20) == {}
             with pytest.raises(EngineError, match="prompt_logprobs"):
-                await ask
+                await ask(top_k=3)
+            with pytest.raises(EngineError, match="prompt_logprobs"):
+                await ask(top_k=20)  # the first is refused, five candidates are given
+        assert [seen.body["prompt_logprobs"] for seen in server.seen] == [20, 5, 3, 3, 20, 5, 5]
 
 
 async def test_the_noise_floor_has_two_axes():
