@@ -1238,7 +1238,7 @@ def poisoned(value: Any, number: list[int]) -> Any:
     return value
 
 
-FIXED = {"verdict", "kind", "arm", "outcome", "label", "status"}
+FIXED = {"verdict", "kind", "arm", "outcome", "label", "status", "started", "finished"}
 """Words of ours, which nobody else writes."""
 
 
