@@ -50,6 +50,9 @@ RAMP = "canary_ramp"
 ASSIGNMENT = "canary_assignment"
 """Finding about requests that did not fall to the arms as planned."""
 
+_AFTER_FALLBACK = 30
+"""Requests of a step that are still sent, to target-only, after the route fell back in it."""
+
 _MOST_STRETCHES = 4
 """A step is given up at so many times the requests that should have held its minimum."""
 
@@ -133,6 +136,7 @@ def drive_step(run: RunContext, route: Route, step: Step, guard: Guard) -> None:
             give_up_after=None,  # a server that died is for the error rule to judge
             on_receipt=guard.receipt,
             should_send=guard.decide,
+            is_enough=guard.is_enough,
         )
         guard.settle()
         missing = step.minimum - guard.seen(step)
@@ -253,6 +257,7 @@ class Guard:
         self._run = run
         self._route = route.name
         self._seen: Counter[str] = Counter()
+        self._moved = 0
         self._writing: threading.Thread | None = None
         self._failure: SpeccheckError | None = None
         self.decision: Decision | None = None
@@ -298,7 +303,12 @@ class Guard:
         """The last word before a request goes out: to target-only once the route fell back."""
         if self.decision is None or request.arm is Arm.TARGET_ONLY:
             return request
+        self._moved += 1
         return plan.reroute(request, f"route fell back: {broken(self.decision).rule}")
+
+    def is_enough(self) -> bool:
+        """Whether the rest of a step need not be sent: moved requests were seen to be served."""
+        return self._moved >= _AFTER_FALLBACK
 
     def seen(self, step: Step) -> int:
         """Requests of the speculative arm that a step has seen."""

@@ -175,6 +175,7 @@ class RunContext:
         give_up_after: int | None = 20,
         on_receipt: Callable[[Receipt], None] | None = None,
         should_send: Callable[[PlannedRequest], PlannedRequest | None] | None = None,
+        is_enough: Callable[[], bool] | None = None,
     ) -> None:
         """Send what this run has not sent yet; every receipt is in the store afterwards.
 
@@ -220,6 +221,7 @@ class RunContext:
                 write=write,
                 on_receipt=finished,
                 should_send=decided,
+                is_enough=is_enough,
                 give_up_after=give_up_after,
                 limits=self.rollout.client_limits,
             )

@@ -86,7 +86,8 @@ class DriveReport:
     planned: int
     completed: int
     skipped: int
-    """Requests that `should_send` held back, or whose rerouted twin was already planned."""
+    """Requests that `should_send` held back, whose rerouted twin was already planned, or that came
+    after enough."""
     outcomes: Mapping[str, int]
     started_ns: int
     ended_ns: int
@@ -102,6 +103,7 @@ async def drive(
     write: Callable[[Sequence[Written]], None],
     on_receipt: Callable[[Receipt], None] | None = None,
     should_send: Callable[[PlannedRequest], PlannedRequest | None] | None = None,
+    is_enough: Callable[[], bool] | None = None,
     workers: Literal["per_arm", "shared"] = "per_arm",
     timeout_s: float = 600.0,
     give_up_after: int | None = None,
@@ -122,6 +124,8 @@ async def drive(
         write: makes a batch durable; called from one thread at a time, beside the event loop.
             When it returns, the batch counts as acknowledged.
         on_receipt: called on the event loop for each receipt as it completes; must be quick.
+        is_enough: asked before each request of an open loop is waited for; once it says yes, those
+            that are left are skipped.
         should_send: the last word before a request goes out: the request, another one (a fallback
             sends it to target-only, see `plan.reroute`), or None to skip it.
         workers: whose the concurrency is, in closed loops.
@@ -149,6 +153,7 @@ async def drive(
         run_id=run_id,
         on_receipt=on_receipt,
         should_send=should_send,
+        is_enough=is_enough,
         timeout_s=timeout_s,
         give_up_after=give_up_after,
         keys=keys,
@@ -193,6 +198,7 @@ class _Run:
     run_id: str
     on_receipt: Callable[[Receipt], None] | None
     should_send: Callable[[PlannedRequest], PlannedRequest | None] | None
+    is_enough: Callable[[], bool] | None
     timeout_s: float
     give_up_after: int | None
     keys: set[str]
@@ -343,6 +349,9 @@ async def _open_loop(run: _Run, group: list[PlannedRequest]) -> None:
 
     async with _task_group() as tasks:
         for request in sorted(group, key=lambda r: r.offset_s or 0.0):
+            if run.is_enough is not None and run.is_enough():
+                run.skipped += 1
+                continue
             due_ns = start_ns + round((request.offset_s or 0.0) * 1e9)
             await run.clock.sleep_until_ns(due_ns)
             must_wait = slots.locked()

@@ -239,6 +239,17 @@ async def test_a_fallback_in_mid_stage_reroutes_what_is_left(serve):
     assert plan.remaining(planned, "run", {r.receipt_id for r in arms.receipts}) == []
 
 
+async def test_enough_is_enough(serve):
+    """Once there is enough, what is left of an open loop is neither sent nor waited for."""
+    arms = serve()
+    seen = []
+    offsets = [0.0, 0.0, 0.0, 3600.0, 7200.0]
+    planned = plan.open_loop(phase(concurrency=1), prompts(5), offsets, rng=rng(), arms=(B,))
+    report = await arms.drive(planned, on_receipt=seen.append, is_enough=lambda: len(seen) >= 2)
+    assert 2 <= report.completed <= 3
+    assert report.completed + report.skipped == 5
+
+
 async def test_a_rerouted_twin_is_skipped_not_doubled(serve):
     """Where the plan sends the prompt to target-only anyway, the reroute is left out."""
     arms = serve()
