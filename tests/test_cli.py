@@ -291,8 +291,13 @@ def test_a_dry_run_counts_all_that_is_sent(folder: Path) -> None:
     assert planned["routes"][0]["rules"]["min_speedup"] == 1
 
 
-def test_sigterm_is_ctrl_c(folder: Path) -> None:
-    """Ended by an orchestrator: servers stopped, what was measured kept, exit code 130."""
+@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+def test_sigterm_is_ctrl_c(folder: Path, background: bool) -> None:  # noqa: FBT001
+    """Ended by an orchestrator: servers stopped, what was measured kept, exit code 130.
+
+    Also where it runs in the background of a script, which makes it ignore Ctrl-C itself.
+    """
+    was = signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-m", "speccheck", "stage", "replay", "--json"],
         cwd=folder,
@@ -300,6 +305,7 @@ def test_sigterm_is_ctrl_c(folder: Path) -> None:
         stderr=subprocess.PIPE,
         text=True,
     )
+    signal.signal(signal.SIGINT, was)
     assert process.stderr is not None
     for line in process.stderr:
         if "A/A control: " in line:  # servers run, requests are being sent
@@ -307,7 +313,7 @@ def test_sigterm_is_ctrl_c(folder: Path) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
     process.send_signal(signal.SIGTERM)
-    told, said = process.communicate(timeout=60)
+    told, said = process.communicate(timeout=300)
     assert process.returncode == json.loads(told)["exit_code"] == 130
     assert "run the same command again to resume" in said
     assert "Traceback" not in said

@@ -42,6 +42,8 @@ def main(store_path: str, acknowledged_path: str, target_only: str, speculative:
     """What the killed process runs: resume, drive, and log what the store acknowledged."""
     import asyncio
 
+    # Whoever runs the tests in the background may have them ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     from speccheck.drive import Endpoint, MonotonicClock, drive
     from speccheck.records import ArmDescription
     from speccheck.store import Run

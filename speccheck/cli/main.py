@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -44,12 +45,18 @@ if TYPE_CHECKING:
     from speccheck.outcome import Outcome, WrittenPacket
 
 
+def _terminated(_number: int, _frame: FrameType | None) -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a script
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
+
+
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with the code of the exit-code table."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     # A pipeline or an orchestrator that ends us gets what Ctrl-C gets: servers stopped, what is
     # measured kept, exit code 130. Raised as SIGINT, so that the event loop's handler takes it.
-    signal.signal(signal.SIGTERM, lambda _number, _frame: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         code = cli.main(args=arguments, prog_name="speccheck", standalone_mode=False)
         sys.stdout.flush()
