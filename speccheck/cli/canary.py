@@ -25,7 +25,8 @@ def canary_status(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa:
 
     Per route: step and share, how requests fell to the arms, restarts,
     outages; per rule the estimate with its anytime interval, the evidence on
-    both sides, and how many requests are still needed. Exits as `decide` does.
+    both sides, and how many requests are still needed. The exit code is that
+    of its decisions, or of its monitors where none was taken yet.
 
     \b
     Example:

@@ -379,11 +379,10 @@ def _step_line(step: Mapping[str, Any]) -> view.StepLine:
 
 def _monitor_line(monitor: Mapping[str, Any]) -> view.MonitorLine:
     to_pass, to_fail = (
-        "exact"
-        if monitor["unit"] == "count"
-        else odds_text(monitor[f"{side}_evidence"], monitor[f"{side}_needs"])
+        odds_text(monitor[f"{side}_evidence"], monitor[f"{side}_needs"])
         for side in ("pass", "fail")
     )
+    is_count = monitor["unit"] == "count"
     return view.MonitorLine(
         route=monitor["route"],
         rule=monitor["rule"],
@@ -393,8 +392,7 @@ def _monitor_line(monitor: Mapping[str, Any]) -> view.MonitorLine:
         estimate=interval(monitor["estimate"], monitor["unit"], "no request said anything"),
         limit=monitor["limit"],
         unit=monitor["unit"],
-        to_pass=to_pass,
-        to_fail=to_fail,
+        evidence="exact count" if is_count else f"{to_pass} to pass, {to_fail} to fail",
         mark=verdict_mark(monitor["verdict"]),
         next=monitor["next"],
     )

@@ -483,9 +483,8 @@ class MonitorLine:
     estimate: Interval | Missing
     limit: float | None
     unit: str
-    to_pass: str
-    """Evidence for it, as odds, of those that pass the rule."""
-    to_fail: str
+    evidence: str
+    """Odds so far, of those that pass the rule, and of those that fail it."""
     mark: Mark
     next: str
 
