@@ -343,6 +343,10 @@ def serve(
 ) -> None:
     """The embedded engine behind an OpenAI-compatible HTTP server.
 
+    "adaptive": true in the speculative config makes num_speculative_tokens a
+    bound: each request drafts as many as pay, by its recent agreement and by
+    what else runs and waits; the reasons stand in its metrics.
+
     \b
     Example:
       speccheck serve --port 8001 --speculative-config \\
