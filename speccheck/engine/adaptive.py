@@ -18,6 +18,8 @@ import logging
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import numpy as np
+
 _LOG = logging.getLogger(__name__)
 
 MEMORY = 0.9
@@ -174,40 +176,27 @@ class ProposalLengths:
         """Lengths up to k_max that give the most tokens per time over the batch.
 
         By Dinkelbach's iteration: at a price of time, a position is drafted where its gain is worth
-        its time; the batch that results sets the price anew.
+        its time; the batch that results sets the price anew. A position is opened for all or for
+        none of those it is worth it for, since opening it costs in itself.
         """
         costs, n = self._costs, len(rates)
         fixed = costs.step + (costs.sequence + costs.token + costs.cell) * n
+        opening = costs.draft_step + costs.cell * n
+        chances = np.cumprod(np.repeat(np.array(rates)[:, None], self._k_max, axis=1), axis=1)
         crowd = 1 + n_waiting / n
         rate = n / fixed
-        lengths = [0] * n
+        lengths = np.zeros(n, np.int64)
         for _ in range(8):
             price = rate * crowd
-            chosen, tokens, time = self._at_price(rates, price)
-            rate = (n + tokens) / (fixed + time)
-            if chosen == lengths:
+            pays = chances > price * costs.token
+            gains = np.where(pays, chances, 0.0).sum(axis=0)
+            times = np.where(pays.any(axis=0), opening + costs.token * pays.sum(axis=0), np.inf)
+            surplus = np.cumsum(gains - price * times)
+            width = int(surplus.argmax()) + 1 if surplus.max() > 0 else 0
+            chosen = pays[:, :width].sum(axis=1)
+            rate = (n + gains[:width].sum()) / (fixed + times[:width].sum())
+            if np.array_equal(chosen, lengths):
                 break
             lengths = chosen
-        return lengths
-
-    def _at_price(self, rates: Seq[float], price: float) -> tuple[list[int], float, float]:
-        """(lengths, tokens expected from them, time they take) that are worth most at a price."""
-        costs = self._costs
-        lengths = [0] * len(rates)
-        chances = list(rates)
-        members = list(range(len(rates)))
-        tokens = time = surplus = 0.0
-        best = (0.0, list(lengths), 0.0, 0.0)
-        for position in range(1, self._k_max + 1):
-            members = [i for i in members if chances[i] > price * costs.token]
-            if not members:
-                break
-            gain = sum(chances[i] for i in members)
-            took = costs.draft_step + costs.cell * len(rates) + costs.token * len(members)
-            tokens, time, surplus = tokens + gain, time + took, surplus + gain - price * took
-            for i in members:
-                lengths[i] = position
-                chances[i] *= rates[i]
-            if surplus > best[0]:
-                best = (surplus, list(lengths), tokens, time)
-        return best[1:]
+        found: list[int] = lengths.tolist()
+        return found

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,7 +117,7 @@ def run(engine: Engine, asked: list[tuple[tuple[int, ...], int]], level: int) ->
     answers: dict[int, list[int]] = {i: [] for i in range(len(asked))}
     tpot_s: dict[int, float] = {}
     accepted = drafted = rounds = 0
-    start = time.perf_counter()
+    start = engine.clock()
     while waiting or engine.n_unfinished:
         while waiting and engine.n_unfinished < level:
             i, (ids, limit) = waiting.popleft()
@@ -133,7 +132,7 @@ def run(engine: Engine, asked: list[tuple[tuple[int, ...], int]], level: int) ->
                 accepted += sum(stats.accepted_per_step)
                 drafted += sum(stats.drafted_per_step)
                 rounds += stats.n_steps - 1
-    elapsed = time.perf_counter() - start
+    elapsed = engine.clock() - start
     n_tokens = sum(map(len, answers.values()))
     return Block(n_tokens / elapsed, answers, tpot_s, accepted, drafted, rounds)
 
