@@ -292,9 +292,27 @@ def _cell(load: _Members, k: int) -> Cell:
         if known and load.calibration is not None
         else None,
         verdict=verdict,
-        needed=stats.needed_for_interval(ratios["e2e"], load.limit) if verdict == "open" else None,
+        needed=_needed(ratios["e2e"], load.limit, len(pairs), len(rounds), spec)
+        if verdict == "open"
+        else None,
         slices=_slices(pairs, alpha),
     )
+
+
+def _needed(
+    ratio: Estimate, limit: float, n_pairs: int, n_rounds: int, spec: Sequence[Receipt]
+) -> int | None:
+    """Pairs of the rounds that would decide it, to whichever side it leans."""
+    alpha_at = look_alpha if _is_sequential(spec) else lambda _: ALPHA
+    no_gain = min(limit, 1 - INDIFFERENT)
+    sides = [limit] if ratio.value < limit else []
+    sides += [no_gain] if ratio.value > no_gain else []
+    rounds = [
+        more
+        for side in sides
+        if (more := stats.needed_clusters(ratio, side, n_rounds, alpha_at=alpha_at)) is not None
+    ]
+    return math.ceil(min(rounds) * n_pairs / n_rounds) if rounds else None
 
 
 def _slices(pairs: Sequence[tuple[Receipt, Receipt]], alpha: float) -> tuple[Slice, ...]:

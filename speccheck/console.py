@@ -502,6 +502,8 @@ def _span(value: float, low: float, high: float, digits: int = 2) -> str:
     """`1.52 1.41-1.63`, `-19 -53..15`, or the value alone where there is no bound."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return f"{value:.{digits}f} no bound"
+    if low >= 0 and high >= 10 and digits == 2:  # says next to nothing, and breaks the columns
+        return f"{value:.2f} {low:.1f}-{min(high, 99):.0f}{'+' if high > 99 else ''}"
     to = "-" if low >= 0 else ".."
     return f"{value:.{digits}f} {low:.{digits}f}{to}{high:.{digits}f}"
 
@@ -510,7 +512,7 @@ def _speedup(load: Load, cell: Cell | None) -> str:
     ratio = None if cell is None else cell.ratios["e2e"]
     if cell is None or ratio is None or not ratio.is_known:
         return "-"
-    mark = "*" if cell.k == load.best else "=" if cell.k in load.tied else ""
+    mark = "*" if cell.k == load.best else "=" if load.best and cell.k in load.tied else ""
     low = 1 / ratio.high if ratio.high > 0 else math.inf
     high = 1 / ratio.low if ratio.low > 0 else math.inf
     if math.isinf(ratio.high):

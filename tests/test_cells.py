@@ -273,6 +273,26 @@ def test_looking_while_it_runs_keeps_the_level(rng):
     assert ever_pays(rng, lambda _: 0.05) > 0.1
 
 
+def test_an_open_cell_says_what_would_decide_it(rng):
+    """Once it has the pairs that it asked for, most cells are decided; and it leans both ways."""
+    decided = 0
+    for _ in range(20):
+        everything = swept(rng, 8, 20.0, {3: 18.5}, rounds=40, n=4, round_noise=0.05)
+        everything = [replace(r, decision_reason=SEQUENTIAL) for r in everything]
+        (load,) = cells.loads([r for r in everything if r.block < 4])
+        needed, rounds = load.cells[0].needed, 4
+        if needed is not None:
+            rounds = min(40, 4 + math.ceil(needed / 4))
+        (load,) = cells.loads([r for r in everything if r.block < rounds])
+        decided += load.cells[0].verdict != "open"
+    assert decided >= 10
+    even = swept(rng, 8, 20.0, {3: 20.0}, rounds=4, n=4, round_noise=0.02)
+    (load,) = cells.loads([replace(r, decision_reason=SEQUENTIAL) for r in even])
+    (cell,) = load.cells
+    assert cell.verdict == "open"
+    assert cell.needed is not None, "nothing to gain can be decided too"
+
+
 def test_a_budgeted_sweep_has_wider_intervals(rng):
     """Receipts of a sweep that is looked at carry it, and their intervals pay for it."""
     fixed = swept(rng, 4, 20.0, {3: 12.0}, rounds=4)

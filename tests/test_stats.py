@@ -624,6 +624,30 @@ def test_needed_for_share_is_the_first_n_that_decides():
     assert upper(n) <= 0.03 < upper(n - 1)
 
 
+def test_needed_clusters_knows_student():
+    """Two rounds near 1.5 whose interval reaches to 1.2 need one more to lie above 1.3, not the
+    handful that the root of n would ask for.
+    """
+    logs = np.log([1.45, 1.55])
+    e = stats.geometric_mean_ratio([1, 1], np.exp(logs), alpha=0.05)
+    assert e.low < 1.3 < e.value
+    more = stats.needed_clusters(e, 1.3, 2, alpha_at=lambda _: 0.05)
+    distance = logs.mean() - math.log(1.3)
+    reach = {
+        n: (scipy_stats.t.ppf(0.95, n - 1) + scipy_stats.norm.ppf(0.8))
+        * logs.std(ddof=1)
+        / math.sqrt(n)
+        for n in range(3, 99)
+    }
+    assert more == min(n for n in reach if reach[n] <= distance) - 2 == 1
+    assert stats.needed_for_interval(e, 1.3) > 4 * more
+    assert stats.needed_clusters(e, 1.3, 2, alpha_at=lambda n: 0.01 / n) > more
+    assert stats.needed_clusters(e, e.value, 2, alpha_at=lambda _: 0.05) is None
+    assert stats.needed_clusters(e, 1.3, 1, alpha_at=lambda _: 0.05) is None
+    unknown = stats.unknown("t", n=0, alpha=0.05)
+    assert stats.needed_clusters(unknown, 1.3, 2, alpha_at=lambda _: 0.05) is None
+
+
 def test_needed_for_interval_shrinks_with_the_root_of_n():
     """A limit at exactly the distance of the interval asks for the growth that 80 % power needs."""
     e = Estimate(0.6, 0.5, 0.7, 100, "t", 0.05)
