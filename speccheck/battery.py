@@ -1,4 +1,4 @@
-"""Are sampled answers drawn from the law that the target states for each of their tokens?.
+"""Whether sampled answers are drawn from the law that the target states for each of their tokens.
 
 Sampled outputs of two right servers differ, so nothing can be compared token by token. But the
 target can be asked, by teacher forcing, what it thought of each token that the speculative arm
@@ -7,7 +7,7 @@ drew given the tokens before it; under a lossless verifier those tokens follow i
 The same battery on target-only answers (A/A) shows what numerics alone look like.
 
 A test fails where its p-value, Holm-adjusted over the tests, is at most `ALPHA` and its effect is
-beyond that of A/A by more than numerics make (`NUMERICS`). It passes where its effect's upper limit
+beyond what A/A shows and numerics make (`NUMERICS`). It passes where its effect's upper limit
 lies within A/A + margin; what few samples cannot bound is no pass. The first token of an answer
 comes from the prompt's pass and is never drafted: all tests begin with the second. Pure: `probe`
 does the asking.
@@ -38,6 +38,9 @@ NUMERICS = 0.005
 """How far beyond A/A an effect of T6 may be without being called one, however certain it is, other
 tests in proportion: at 100,000 tokens the noise of bf16 kernels is detected too, and that of a
 verify step need not be the noise of a decode step."""
+
+CLEAN = 0.01
+"""P-value above which target-only answers themselves show no deviation."""
 
 TAIL_FLOOR = 1e-6
 """Least probability of the lumped tail: log-probabilities come as 32-bit floats."""
@@ -488,16 +491,19 @@ def judge(
 
 
 def _is_beyond(e: Estimate, control: Fit | None, numerics: float) -> bool:
-    """Whether an effect is larger than that of A/A: by more than numerics, and by more than the
-    chance of both (5 %, one-sided).
+    """Whether an effect is larger than what numerics make, and larger than what A/A shows.
+
+    A clean A/A shows nothing, whatever its point estimate: sizes are never below 0. Where A/A
+    itself deviates the difference must exceed the chance of both (5 %, one-sided).
     """
-    base = control.effect if control is not None else None
-    if e.value <= (base.value if base is not None else 0.0) + numerics:
+    if control is None:
+        return e.value > numerics
+    base = control.effect
+    if e.value <= base.low + numerics:
         return False
-    if base is None:
+    if control.p_value > CLEAN:
         return True
-    chance = math.hypot(e.high - e.value, base.high - base.value)
-    return e.value - base.value > chance
+    return e.value - base.value > math.hypot(e.high - e.value, base.high - base.value)
 
 
 def needed_tokens(battery: Battery) -> int | None:

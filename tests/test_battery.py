@@ -228,9 +228,9 @@ def fit(value, low, high, p, n=10_000):
         (fit(0.05, 0.04, 0.06, 1e-9), fit(0.004, 0, 0.011, 0.5), Verdict.FAIL),
         (fit(0.05, 0.04, 0.06, 1e-9), None, Verdict.FAIL),
         # certain, but no larger than numerics make it
-        (fit(0.008, 0.006, 0.01, 1e-9), fit(0.004, 0, 0.006, 0.5), Verdict.PASS),
+        (fit(0.0045, 0.003, 0.006, 1e-9), fit(0.001, 0, 0.003, 0.5), Verdict.PASS),
         # certain and small is a difference all the same
-        (fit(0.012, 0.009, 0.015, 1e-9), fit(0.004, 0, 0.007, 0.5), Verdict.FAIL),
+        (fit(0.012, 0.009, 0.015, 1e-9), fit(0.006, 0, 0.012, 0.5), Verdict.FAIL),
         # A/A shows the like: numerics, not the verifier
         (fit(0.05, 0.04, 0.06, 1e-9), fit(0.048, 0.038, 0.058, 1e-8), Verdict.PASS),
         (fit(0.05, 0.04, 0.08, 1e-9), fit(0.048, 0.038, 0.058, 1e-8), Verdict.INCONCLUSIVE),
