@@ -228,6 +228,13 @@ def predicted(name: str, bench: Bench, arm: Sequence[Sampled], control: Sequence
         test: z * variance(shape, h) / (drafted * (apart * h).sum(axis=1).mean()) ** 2
         for test, h in hs.items()
     }
+    # T4: the token id that is off most, corrected for how many there are.
+    off, spread = drafted * (pi - p).mean(axis=0), (p * (1 - p)).mean(axis=0)
+    common = spread > 1e-3
+    level = LEVEL / max(1, int(common.sum()))
+    z_id = (NormalDist().inv_cdf(1 - level / 2) + NormalDist().inv_cdf(0.9)) ** 2
+    if common.any():
+        found["T4"] = float((z_id * spread[common] / np.maximum(off[common] ** 2, 1e-12)).min())
     best = min(found, key=lambda test: found[test])
     text = f"{best} {math.ceil(found[best]):,}"
     visits = repeated(arm, name, bench)
