@@ -92,6 +92,9 @@ length. They are no traffic and belong in no cohort."""
 PROBE = "probe"
 """`stage` of the samples that losslessness is tested with, at temperature 1: no traffic either."""
 
+GATEWAY = "gateway"
+"""`stage` of the receipts of live traffic that went through the gateway: nobody planned it."""
+
 
 class Action(StrEnum):
     """What is decided for a route."""
@@ -244,6 +247,19 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
 
 
+class Handover(StrEnum):
+    """How an answer went on when the arm that had begun it failed."""
+
+    EXACT = "exact"
+    """From the committed token ids: the same law, and at temperature 0 the same tokens."""
+    UNSEEDED = "unseeded"
+    """As exact in law, but what the request's seed would have drawn is not reproduced."""
+    RESTARTED = "restarted"
+    """Nothing had reached the client: the whole request was sent to the other arm."""
+    BROKEN = "broken"
+    """It could not be continued exactly, so it ended in an error."""
+
+
 @dataclass(frozen=True, slots=True)
 class Receipt:
     """One request attempt as observed: small, written once, never updated.
@@ -340,6 +356,16 @@ class Receipt:
     output_digest: str | None
     """Digest of the output's token ids (of its text where the server gives no ids)."""
     warnings: tuple[str, ...] = ()
+    # hand-over of a running answer; all None where none was needed
+    handover_at: int | None = None
+    """Tokens that the first arm had committed at the joint; 0: nothing had been sent yet."""
+    handover_from: str | None = None
+    handover_to: str | None = None
+    """The arm that ended the answer; None where the answer broke."""
+    handover_kind: str | None = None
+    """A `Handover`."""
+    handover_reason: str | None = None
+    """What the first arm did: its error class and message, one line."""
 
     @property
     def kept_off(self) -> bool:

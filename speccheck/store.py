@@ -48,9 +48,9 @@ from speccheck.telemetry import Counted, Snapshot
 if TYPE_CHECKING:
     import duckdb
 
-STORE_VERSION = 4
+STORE_VERSION = 5
 """Version of SCHEMA. History: 1, the first; 2, verify steps and details of answers; 3, preferences
-of judges and reviewers; 4, drives, and the boot of each anchor."""
+of judges and reviewers; 4, drives, and the boot of each anchor; 5, hand-over of running answers."""
 
 SCHEMA = """
 CREATE TABLE store_version (
@@ -105,7 +105,7 @@ CREATE TABLE arms (
 CREATE TABLE receipts (
     receipt_id VARCHAR PRIMARY KEY,    -- digest of run, stage, phase, arm, prompt, repeat, attempt
     run_id VARCHAR NOT NULL,           -- the run
-    stage VARCHAR NOT NULL,            -- replay, shadow or canary; sweep, calibration, probe
+    stage VARCHAR NOT NULL,            -- replay, shadow or canary; sweep, calibration, probe; gateway
     phase VARCHAR NOT NULL,            -- part of the stage: greedy, sampled, aa, c8, c8-k5 ...
     arm VARCHAR NOT NULL,              -- target_only or speculative: the server that answered
     route VARCHAR NOT NULL,            -- class of traffic that is switched on and off
@@ -173,7 +173,12 @@ CREATE TABLE receipts (
     decision VARCHAR NOT NULL,         -- policy: speculate, target_only or fell_back
     decision_reason VARCHAR NOT NULL,  -- one line
     output_digest VARCHAR,             -- of the token ids, of the text where there are none
-    warnings VARCHAR[] NOT NULL        -- what did not add up
+    warnings VARCHAR[] NOT NULL,       -- what did not add up
+    handover_at BIGINT,                -- tokens at the joint; NULL: no hand-over was needed
+    handover_from VARCHAR,             -- arm that began the answer
+    handover_to VARCHAR,               -- arm that ended it; NULL where it broke
+    handover_kind VARCHAR,             -- exact, unseeded, restarted or broken
+    handover_reason VARCHAR            -- what the first arm did, one line
 );
 CREATE INDEX receipts_by_phase ON receipts (run_id, stage, phase);
 
@@ -295,6 +300,21 @@ CREATE TABLE samples (
 );
 """
 
+_TIMINGS = SCHEMA[SCHEMA.index("CREATE VIEW timings") : SCHEMA.index("-- Answers in full")]
+
+MIGRATIONS: Mapping[int, str] = {
+    4: f"""
+ALTER TABLE receipts ADD COLUMN handover_at BIGINT;
+ALTER TABLE receipts ADD COLUMN handover_from VARCHAR;
+ALTER TABLE receipts ADD COLUMN handover_to VARCHAR;
+ALTER TABLE receipts ADD COLUMN handover_kind VARCHAR;
+ALTER TABLE receipts ADD COLUMN handover_reason VARCHAR;
+DROP VIEW timings;
+{_TIMINGS}
+""",
+}
+"""Version -> what makes the next one of it. What was observed stays as it is: only ever additions."""
+
 Format = Literal["csv", "parquet", "jsonl"]
 Filter = str | int | bool | None | Sequence[str] | Sequence[int]
 
@@ -370,6 +390,10 @@ class RecordedDecision:
     hash: str
 
 
+class _OldStoreError(Exception):
+    """A store that is opened to read and must be brought up to date first."""
+
+
 class Store:
     """An open store. Use as a context manager; safe to call from several threads.
 
@@ -410,6 +434,10 @@ class Store:
         try:
             with _plain_errors(where):
                 store._check_version(mode)
+        except _OldStoreError:
+            connection.close()
+            cls.open(where, "write").close()  # brings it up to date
+            return cls.open(where, mode)
         except BaseException:
             connection.close()
             raise
@@ -447,11 +475,21 @@ class Store:
             raise StoreError(f"{self.path}: a DuckDB file, but not a speccheck store; move it away")
         row = self._connection.execute("SELECT max(version) FROM store_version").fetchone()
         version = row[0] if row else None
-        if version != STORE_VERSION:
+        if version == STORE_VERSION:
+            return
+        steps = range(version or 0, STORE_VERSION)
+        if not steps or any(step not in MIGRATIONS for step in steps):
             raise StoreError(
                 f"{self.path}: store version {version}, this speccheck reads {STORE_VERSION}; "
                 "use the speccheck that wrote it, or choose another --out"
             )
+        if mode == "read":
+            raise _OldStoreError(version)
+        self._connection.begin()
+        for step in steps:
+            self._connection.execute(MIGRATIONS[step])
+        self._connection.execute("UPDATE store_version SET version = ?", [STORE_VERSION])
+        self._connection.commit()
 
     # --- runs and arms --------------------------------------------------------------------------
 

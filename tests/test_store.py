@@ -11,7 +11,7 @@ import subprocess
 import sys
 import typing
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import duckdb
@@ -39,6 +39,7 @@ from speccheck.records import (
 from speccheck.store import SCHEMA, STORE_VERSION, Anchor, DriveRecord, Run, StageResult, Store
 from speccheck.telemetry import Counted, Snapshot
 
+HERE = Path(__file__).parent
 RUN = Run("run-1", 1_000, 7, "corpus:a", "rules:b", {"stages": ["replay"], "k": 4})
 ARM = ArmDescription(Arm.SPECULATIVE, "http://s", "scripted 1", "target", {"k": 4}, {"argv": ["a"]})
 
@@ -677,6 +678,43 @@ def test_a_store_of_a_newer_version_is_refused(full):
     connection.close()
     for mode in ("read", "write"):
         with pytest.raises(StoreError, match=f"version 99, this .* reads {STORE_VERSION}"):
+            Store.open(full, mode)
+
+
+@pytest.mark.parametrize("mode", ["read", "write"])
+def test_a_store_of_version_4_is_brought_up_to_date(tmp_path, mode):
+    """What an older speccheck wrote is read as it was, and what is new in it is missing, not 0."""
+    path = tmp_path / "old.duckdb"
+    old = {k: v for k, v in asdict(receipt(3)).items() if not k.startswith("handover_")}
+    with duckdb.connect(path) as connection:
+        connection.execute((HERE / "gold" / "store_v4.sql").read_text(encoding="utf-8"))
+        connection.execute("INSERT INTO store_version VALUES (4)")
+        connection.execute("INSERT INTO runs VALUES ('run-1', 1, 7, 'c', 'r', '{}')")
+        marks = ", ".join("?" * len(old))
+        connection.execute(f"INSERT INTO receipts VALUES ({marks})", list(old.values()))
+    with Store.open(path, mode) as store:
+        assert store.receipts("run-1") == [receipt(3)]
+        assert list(store.columns("run-1", ["lag_s"])["lag_s"]) == [(2_000 - 1_003) / 1e9]
+    with Store.open(path) as store:
+        joined = receipt(4, handover_at=7, handover_from="speculative", handover_kind="exact")
+        store.append_receipts([(joined, None)])
+        assert store.receipts("run-1", handover_at=7) == [joined]
+    with duckdb.connect(path) as connection, duckdb.connect(tmp_path / "new.duckdb") as new:
+        new.execute(SCHEMA)
+        for table in ("receipts", "timings"):
+            described = f"DESCRIBE {table}"
+            assert (
+                sorted(connection.execute(described).fetchall())
+                == sorted(new.execute(described).fetchall())
+            )  # fmt: skip
+
+
+def test_a_store_that_no_migration_reaches_is_refused(full):
+    """Versions before the first migration are named, and left alone."""
+    with duckdb.connect(full) as connection:
+        connection.execute("UPDATE store_version SET version = 3")
+    for mode in ("read", "write"):
+        with pytest.raises(StoreError, match="store version 3, this speccheck reads"):
             Store.open(full, mode)
 
 

@@ -19,7 +19,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 OUT = "speccheck-run"
 PATH = click.Path(path_type=Path)
 STAGES = click.Choice(["fixture", "replay", "shadow", "canary"])
-RECEIPT_STAGES = click.Choice(["replay", "shadow", "canary", "sweep", "calibration", "probe"])
+RECEIPT_STAGES = click.Choice(
+    ["replay", "shadow", "canary", "sweep", "calibration", "probe", "gateway"]
+)
 
 
 def _report_file(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
