@@ -105,7 +105,7 @@ CREATE TABLE arms (
 CREATE TABLE receipts (
     receipt_id VARCHAR PRIMARY KEY,    -- digest of run, stage, phase, arm, prompt, repeat, attempt
     run_id VARCHAR NOT NULL,           -- the run
-    stage VARCHAR NOT NULL,            -- replay, shadow or canary; sweep, calibration, probe; gateway
+    stage VARCHAR NOT NULL,            -- replay, shadow, canary; sweep, calibration, probe, gateway
     phase VARCHAR NOT NULL,            -- part of the stage: greedy, sampled, aa, c8, c8-k5 ...
     arm VARCHAR NOT NULL,              -- target_only or speculative: the server that answered
     route VARCHAR NOT NULL,            -- class of traffic that is switched on and off
@@ -313,7 +313,7 @@ DROP VIEW timings;
 {_TIMINGS}
 """,
 }
-"""Version -> what makes the next one of it. What was observed stays as it is: only ever additions."""
+"""Version -> what makes the next one of it; what was observed stays as it is."""
 
 Format = Literal["csv", "parquet", "jsonl"]
 Filter = str | int | bool | None | Sequence[str] | Sequence[int]

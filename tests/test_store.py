@@ -691,7 +691,7 @@ def test_a_store_of_version_4_is_brought_up_to_date(tmp_path, mode):
         connection.execute("INSERT INTO store_version VALUES (4)")
         connection.execute("INSERT INTO runs VALUES ('run-1', 1, 7, 'c', 'r', '{}')")
         marks = ", ".join("?" * len(old))
-        connection.execute(f"INSERT INTO receipts VALUES ({marks})", list(old.values()))
+        connection.execute(f"INSERT INTO receipts VALUES ({marks})", [*old.values()])  # noqa: S608
     with Store.open(path, mode) as store:
         assert store.receipts("run-1") == [receipt(3)]
         assert list(store.columns("run-1", ["lag_s"])["lag_s"]) == [(2_000 - 1_003) / 1e9]
