@@ -521,7 +521,7 @@ def read_policy(path: Path, rollout: Rollout, corpus: Corpus) -> eligibility.Eli
             raise UsageError(
                 f"{file}: rule {rule.name!r}: k {rule.k}: the rollout's servers run"
                 f" num_speculative_tokens {configured}, and"
-                + (" vLLM takes no other" if rollout.engine == "attached" else " take no more")
+                + (" take no more" if rollout.engine == "embedded" else " vLLM takes no other")
             )
     return policy
 

@@ -247,7 +247,7 @@ def usable_k(rollout: Rollout, k: int) -> bool:
     configured = rollout.speculation.get("num_speculative_tokens")
     if not isinstance(configured, int):
         return True
-    return k == configured if rollout.engine == "attached" else k <= configured
+    return k <= configured if rollout.engine == "embedded" else k == configured
 
 
 def policy_version(rollout: Rollout, policy: Eligibility | None) -> str:

@@ -96,11 +96,17 @@ def describe(rollout: Rollout) -> Arms:
     """What a rollout's arms are now: attached servers are asked, embedded ones are not started.
 
     Raises:
-        EngineError: an attached server does not answer.
+        EngineError: an attached server does not answer, or the engine is vLLM, which only tells
+            what it runs while it runs.
         UsageError: settings that no engine takes, or no API key.
     """
     if rollout.engine == "attached":
         return _attach(rollout)
+    if rollout.engine == "vllm":
+        raise EngineError(
+            "vLLM says what it runs only while it runs: start both servers and give a rollout with"
+            " engine: attached"
+        )
     return Arms(
         _embedded_description(rollout, Arm.TARGET_ONLY, None),
         _embedded_description(rollout, Arm.SPECULATIVE, rollout.speculation),
@@ -138,10 +144,16 @@ def sweep_servers(
     Raises:
         EngineError: a server does not start, does not answer, or dies on the way.
         UsageError: the API key's environment variable is not set, an attached server does not say
-            its proposal length, or the embedded engine does not take one that is asked for.
+            its proposal length, the embedded engine does not take one that is asked for, or the
+            engine is vLLM, which is not started here.
     """
     from speccheck.engine.settings import EngineSettings
 
+    if rollout.engine == "vllm":
+        raise UsageError(
+            "engine: vllm: a sweep does not start vLLM servers, one for each proposal length; start"
+            " a pair, name it under engine: attached, and sweep that"
+        )
     if rollout.engine == "attached":
         pair = _attach(rollout)
         k = (pair.speculative.speculative_config or {}).get("num_speculative_tokens")

