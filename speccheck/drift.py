@@ -119,8 +119,13 @@ def count_fault(pairs: Sequence[Looked], fault: str, *, alpha: float = 0.05) -> 
 
 
 def _has(fault: str, pair: Looked, look: Look) -> bool | None:
-    if fault == ANY:
-        return any(found(pair, look) for found in FAULTS.values())
+    if fault == ANY:  # of those that can be told on both arms: what is not known is no fault
+        sides = (pair.target, pair.speculative)
+        return any(
+            found(pair, look)
+            for found in FAULTS.values()
+            if None not in [found(pair, side) for side in sides]
+        )
     if fault == STOPPED:
         return not look.seen.refuses
     return FAULTS[fault](pair, look)
@@ -129,10 +134,12 @@ def _has(fault: str, pair: Looked, look: Look) -> bool | None:
 def measure_drift(
     pairs: Sequence[Looked], *, stage: str, route: str, alpha: float = 0.05
 ) -> list[Measurement]:
-    """Metric output_drift: any fault over the route, then each fault that grew, and its slices.
+    """Metric output_drift: any fault over the route, then each fault that differs, and its slices.
 
-    A fault that grew is named for the route and for each slice in which it grew, so that a request
-    class can be told apart (T17: answers with a repetition penalty run to the token limit).
+    A fault is named for the route and for each slice in which the arms differ in it, so that a
+    request class can be told apart (T17: answers with a repetition penalty run to the token limit).
+    In whichever direction: rules are judged over all that is named, and naming only what became
+    worse would leave half of the tests out of that correction.
     """
     if not pairs:
         return [Measurement(METRIC, stage, route, "", None, "no pair of complete answers")]
@@ -161,19 +168,19 @@ def measure_drift(
     found = [measured(pairs, ANY, "")]
     names = dict.fromkeys(chain.from_iterable(pair.slices for pair in pairs))
     for fault in (*FAULTS, STOPPED):
-        if not _grew(pairs, fault):
+        if not _differs(pairs, fault):
             continue
         found.append(measured(pairs, fault, fault))
         for name in names:
             mine = [pair for pair in pairs if name in pair.slices]
-            if len(mine) < len(pairs) and _grew(mine, fault):
+            if len(mine) < len(pairs) and _differs(mine, fault):
                 found.append(measured(mine, fault, f"{fault}, {name}"))
     return found
 
 
-def _grew(pairs: Sequence[Looked], fault: str) -> bool:
+def _differs(pairs: Sequence[Looked], fault: str) -> bool:
     found = count_fault(pairs, fault)
-    return found.only_speculative > found.only_target
+    return found.only_speculative + found.only_target > 0
 
 
 # --- changes without a bad side -----------------------------------------------------------------

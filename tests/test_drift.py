@@ -71,14 +71,22 @@ def test_what_cannot_be_told_is_no_pair():
     assert drift.count_fault(pairs((FINE, FINE, 5)), "malformed JSON").n == 0
 
 
-def test_a_fault_that_grew_is_named_with_its_slice():
-    """Only slices in which it grew are named, and only faults that grew."""
+def test_what_is_known_of_one_arm_only_is_no_fault_of_it():
+    """A finish reason that only the speculative arm's server gives makes its answers no worse."""
+    silent = dataclasses.replace(FINE, finish_reason=None)
+    found = drift.count_fault(pairs((silent, CUT, 12), (FINE, FINE, 8)), drift.ANY)
+    assert (found.only_speculative, found.only_target) == (0, 0)
+
+
+def test_a_fault_that_differs_is_named_with_its_slice():
+    """Faults and slices in which the arms do not differ are not named."""
     made = pairs((FINE, CUT, 10), (FINE, FINE, 10), slices=("penalty",)) + [
         dataclasses.replace(p, prompt_id=f"q{p.prompt_id}")
         for p in pairs((FINE, FINE, 19), (CUT, FINE, 1), slices=("plain",))
     ]
     found = {m.cohort: m for m in drift.measure_drift(made, stage="replay", route="r")}
-    assert set(found) == {"", "cut at the token limit", "cut at the token limit, penalty"}
+    cut = "cut at the token limit"
+    assert set(found) == {"", cut, f"{cut}, penalty", f"{cut}, plain"}
     worst = found["cut at the token limit, penalty"]
     assert (worst.estimate.value, worst.share) == (0.5, 0.5)
     assert worst.note == (
@@ -91,9 +99,15 @@ def test_a_fault_that_grew_is_named_with_its_slice():
 def test_refusing_less_is_told_as_refusing_more_is():
     """For prompts that ought to be refused, an answer is the fault."""
     found = drift.measure_drift(pairs((REFUSES, FINE, 9), (FINE, FINE, 21)), stage="s", route="r")
-    assert [m.cohort for m in found] == ["", "no longer refuses"]
-    assert found[0].estimate.value == pytest.approx(-9 / 30)
-    assert found[1].estimate.value == pytest.approx(9 / 30)
+    assert [m.cohort for m in found] == ["", "refuses", "no longer refuses"]
+    assert [m.estimate.value for m in found] == pytest.approx([-9 / 30, -9 / 30, 9 / 30])
+
+
+def test_faults_that_became_rarer_take_part_in_the_correction():
+    """Under no difference half of the faults grow by chance: all that differ are tests."""
+    many = pairs((FINE, CUT, 3), (CUT, FINE, 3), (REFUSES, FINE, 4), (FINE, REFUSES, 2))
+    named = [m.cohort for m in drift.measure_drift(many, stage="s", route="r")]
+    assert named == ["", "cut at the token limit", "refuses", "no longer refuses"]
 
 
 def test_one_prompt_at_two_temperatures_is_one_cluster():
