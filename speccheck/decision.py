@@ -14,7 +14,7 @@ from typing import Any, Literal
 from xml.etree import ElementTree as ET
 
 from speccheck.errors import ExitCode
-from speccheck.guardrails import RULES
+from speccheck.guardrails import HELD, LATE, RULES
 from speccheck.records import POLICY, Action, Decision, Finding, Stage, Verdict, worst
 
 Budget = Literal["open", "spent"]
@@ -120,15 +120,31 @@ _GRAVEST = ("max_lossless_violations", "max_quality_regression_cases")
 
 def _reasons(findings: Sequence[Finding], *, most: int = 3) -> str:
     """The findings' own sentences: wrong outputs first, the whole route's before its slices', and
-    each rule once before any of them again.
+    each rule once before any of them again. A reason that several share is said once.
     """
     ordered = sorted(findings, key=lambda f: (f.rule not in _GRAVEST, f.cohort != ""))
     firsts = {f.rule: f for f in reversed(ordered)}
     ordered.sort(key=lambda f: firsts[f.rule] is not f)
-    texts = [f"{f.why} ({f.cohort})" if f.cohort else f.why for f in ordered[:most]]
-    if len(ordered) > most:
-        texts.append(f"and {len(ordered) - most} more")
-    return "; ".join(texts)
+    late: dict[str, list[str]] = {}
+    texts: list[str] = []
+    for f in ordered:
+        subject, is_late, reason = f.why.partition(LATE)
+        if not is_late:
+            texts.append(f"{f.why} ({f.cohort})" if f.cohort else f.why)
+        elif subject not in late.setdefault(reason, []):
+            late[reason].append(subject)
+    texts += [_void(subjects, reason) for reason, subjects in late.items()]
+    shown = [text.partition(HELD)[0] for text in texts[:most]]
+    if len(texts) > most:
+        shown.append(f"and {len(texts) - most} more")
+    held = dict.fromkeys(f.why.partition(HELD)[2] for f in ordered if HELD in f.why)
+    return "; ".join(shown) + "".join(f"{HELD}{reason}" for reason in held)
+
+
+def _void(subjects: Sequence[str], reason: str) -> str:
+    """All that a late client made void, and why it was late."""
+    verb = "is" if len(subjects) == 1 else "are"
+    return f"{', '.join(subjects)}{LATE.replace('is', verb, 1)}{reason}"
 
 
 def _scope(failed: Sequence[Finding], decisive: Sequence[Finding]) -> str:

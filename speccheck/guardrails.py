@@ -490,6 +490,13 @@ def judge(
     return tuple(sorted(findings, key=lambda f: (-f.verdict, f.cohort != "", f.rule, f.cohort)))
 
 
+LATE = " is void: our client was late ("
+"""Stands between the subject of a void finding and the reason, which all of them share."""
+
+HELD = ", but the load was not as planned: "
+"""Stands between what a finding says and why its pass is void, which all of them share."""
+
+
 def void_times(findings: Sequence[Finding], late: str) -> tuple[Finding, ...]:
     """The findings where our own client was too late to time anything; `late` says why, or is
     empty: then they stay as they are.
@@ -502,7 +509,7 @@ def void_times(findings: Sequence[Finding], late: str) -> tuple[Finding, ...]:
             verdict=Verdict.ERROR,
             estimate=None,
             needed=None,
-            why=f"{RULES[f.rule].subject} is void: our client was late ({late})",
+            why=f"{RULES[f.rule].subject}{LATE}{late})",
         )
         if late and _is_timed(f)
         else f
@@ -517,7 +524,7 @@ def void_passes(findings: Sequence[Finding], held: str) -> tuple[Finding, ...]:
     is empty: then they stay as they are.
     """
     return tuple(
-        replace(f, verdict=Verdict.ERROR, why=f"{f.why}, but the load was not as planned: {held}")
+        replace(f, verdict=Verdict.ERROR, why=f"{f.why}{HELD}{held}")
         if held and _is_timed(f) and f.verdict is Verdict.PASS
         else f
         for f in findings
@@ -666,8 +673,10 @@ def _finding(
             needed = None
         why += _floor_text(rule, bound, floor, verdict)
         if rule.name == "max_acceptance_rate":
-            verdict, word = _loop_verdict(verdict, m, mine)
+            judged, word = _loop_verdict(verdict, m, mine)
             why += word
+            # What a monitor has failed stands: it has seen how answers end.
+            verdict = judged if standing is None else verdict
         if m.note:
             why += f" [{m.note}]"
         if rule.metric == "acceptance_rate" and e.value == 0:

@@ -550,3 +550,23 @@ def test_a_tail_too_thin_for_a_limit_asks_for_the_existence_minimum():
     assert found.verdict is Verdict.INCONCLUSIVE
     assert "no bound" in found.why
     assert found.needed == stats.existence_minimum(0.95, 0.025) - 30 == 42
+
+
+@pytest.mark.parametrize("verdict", [Verdict.FAIL, Verdict.PASS])
+def test_a_loop_that_a_monitor_has_failed_stays_failed(verdict: Verdict) -> None:
+    """After a fallback few answers run long, so the interval of now may not tell a loop any more:
+    nothing but a reset undoes a failure.
+    """
+    high = Estimate(0.97, 0.95, 0.99, 80, "test", 0.05)
+    cut = Estimate(0.08, 0.02, 0.2, 80, "test", 0.05)
+    found = judge(
+        {"max_acceptance_rate": RuleLimit(0.9)},
+        [
+            Measurement("acceptance_rate", Stage.CANARY, "chat", "", high),
+            Measurement("length_finish_rate", Stage.CANARY, "chat", "", cut, "6 of 80"),
+        ],
+        stage=Stage.CANARY,
+        route="chat",
+        standings={("max_acceptance_rate", ""): guardrails.Standing(verdict)},
+    )
+    assert [f.verdict for f in found] == [verdict]

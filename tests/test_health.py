@@ -247,6 +247,22 @@ def test_void_times_could_not_be_judged_and_a_failure_still_wins(others, action,
     assert decision.exit_code([made]) == code
 
 
+@pytest.mark.parametrize(("void", "once"), [("late", "send lag 9 ms"), ("held", "9 of 9 waited")])
+def test_why_times_are_void_is_said_once(void, once):
+    """However many rules it makes void: each is named, the reason they share stands once."""
+    found = [finding(name, Verdict.PASS) for name in ("max_tpot_p95_regression", "min_speedup")]
+    found += [replace(found[0], rule="max_e2e_p95_regression", cohort="concurrency 8")]
+    judge = guardrails.void_times if void == "late" else guardrails.void_passes
+    made = decision.decide("chat", Stage.SHADOW, judge(found, once))
+    assert made.reason.count(once) == 1
+    if void == "late":
+        assert made.reason.endswith(
+            "TPOT p95, e2e speed-up, e2e p95 are void: our client was late (send lag 9 ms)"
+        )
+    else:
+        assert all(f.why.partition(",")[0] in made.reason for f in found)
+
+
 NEVER = {"lag_floor_s": 0, "lag_share": 0}
 """Limits that no client keeps: every request leaves some microseconds after it was due."""
 
