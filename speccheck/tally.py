@@ -147,12 +147,17 @@ def _why(
             f"{_on_stop_strings(receipts)} requests ended on a stop string, past which the server "
             "counts tokens that it does not deliver"
         )
+    several = sum("n" in r.features.split(",") for r in receipts)
+    if field == "prompt_tokens" and several and (gap or 0) > 0:
+        reasons.append(
+            f"{several} requests asked for several choices, and the server counts their prompt once "
+            "for each choice, the receipt once"
+        )
     if not reasons and server == 0:
         reasons.append("the counters stand still: is the server run with --disable-log-stats?")
     if not reasons and gap is not None:
         reasons.append(
-            "the server counts what receipts do not (each of several choices, probes), or it "
-            "answered traffic that is not ours"
+            "the server counted more than receipts do: did it answer traffic that is not ours?"
             if gap > 0
             else "receipts say more than this server counted: did another replica answer?"
         )
@@ -212,17 +217,17 @@ def with_counters(
     for m in measured:
         made = m
         if m.metric == "acceptance_rate" and not m.cohort and m.estimate is None:
-            if usable is not None and usable.draft_tokens:
+            if usable is not None and usable.draft_tokens and usable.accepted_tokens is not None:
                 made = measure.acceptance_from_counters(
-                    usable.accepted_tokens or 0,
+                    usable.accepted_tokens,
                     usable.draft_tokens,
                     completed,
                     stage=stage,
                     route=route,
                 )
                 made = replace(made, note=f"{made.note}; {m.note}")
-            elif everybody is not None and everybody.draft_tokens:
-                share = (everybody.accepted_tokens or 0) / everybody.draft_tokens
+            elif everybody is not None and everybody.draft_tokens and everybody.accepted_tokens:
+                share = everybody.accepted_tokens / everybody.draft_tokens
                 made = replace(
                     m,
                     note=f"{m.note}; the server's counters hold {share:.3g} over several routes "

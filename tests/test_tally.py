@@ -19,7 +19,14 @@ from speccheck import tally, telemetry
 from speccheck.health import unknown_health
 from speccheck.records import Action, Arm, Measurement, Stage
 from speccheck.store import DriveRecord
-from speccheck.telemetry import GENERATION_TOKENS, counted, difference, parse_metrics
+from speccheck.telemetry import (
+    DRAFT_TOKENS,
+    GENERATION_TOKENS,
+    PROMPT_TOKENS,
+    counted,
+    difference,
+    parse_metrics,
+)
 
 NONE = {"proposed_tokens": None, "accepted_tokens": None, "verify_steps": None}
 
@@ -104,7 +111,7 @@ def test_an_engine_that_restarted_is_named():
     ("after", "words"),
     [
         (counters(0, 0, 0), "--disable-log-stats"),
-        (counters(260, 1040, 624), "counts what receipts do not"),
+        (counters(260, 1040, 624), "traffic that is not ours?"),
         (counters(240, 960, 576), "did another replica answer?"),
     ],
 )
@@ -113,6 +120,21 @@ def test_a_gap_that_receipts_do_not_explain(after, words):
     receipts = [receipt(i, "speculative") for i in range(10)]
     found = tally.beside_receipts([drive(between({}, {"e0": after}), completed=10)], receipts)
     assert words in row(found["speculative"], "drafted tokens")["why"]
+
+
+def test_several_choices_explain_prompt_tokens_and_nothing_else():
+    """The server counts a prompt once per choice: that is its reason, and no other traffic."""
+    alone = [receipt(i, "speculative", prompt_tokens=20) for i in range(8)]
+    several = [receipt(i, "speculative", prompt_tokens=20, features="n") for i in range(8, 10)]
+    after = counters(10 * 25, 1000, 600) | {PROMPT_TOKENS: 8 * 20 + 2 * 3 * 20}
+    seen = drive(between({}, {"e0": after}), completed=10)
+    found = tally.beside_receipts([seen], alone + several)["speculative"]
+    prompts = row(found, "prompt tokens")
+    assert prompts["gap"] == 80
+    assert prompts["why"].startswith("2 requests asked for several choices")
+    assert "not ours" not in prompts["why"]
+    without = tally.beside_receipts([seen], alone + alone[:2])["speculative"]
+    assert "not ours" in row(without, "prompt tokens")["why"]
 
 
 def test_a_drive_that_was_cut_off_is_said():
@@ -176,6 +198,15 @@ def test_counters_speak_for_a_route_that_was_alone():
     found = judged_by([mixed], receipts)
     assert found.estimate is None
     assert "says nothing of one: start it with --per-request-spec-decode-metrics" in found.note
+
+
+def test_a_server_that_does_not_count_accepted_tokens_says_nothing_of_acceptance():
+    """Drafted is counted, accepted is not: absent is not 0, and no acceptance is judged from it."""
+    receipts = [receipt(i, "speculative", **NONE) for i in range(40)]
+    half = {DRAFT_TOKENS: 400, GENERATION_TOKENS: 640}
+    seen = between({}, {"e0": half})
+    assert (seen.draft_tokens, seen.accepted_tokens) == (400, None)
+    assert judged_by([drive(seen, completed=40)], receipts) == UNKNOWN
 
 
 def test_counters_judge_nothing_where_receipts_can():
