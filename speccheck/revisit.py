@@ -168,7 +168,7 @@ def measured_traffic(receipts: Iterable[Receipt]) -> list[Receipt]:
     for receipt in receipts:
         if receipt.warm_up or receipt.mirror or PROTECTED in (receipt.route, receipt.priority):
             continue
-        if receipt.stage == Stage.REPLAY and receipt.phase not in ("greedy", "sampled"):
+        if not _is_first(receipt):
             continue
         if receipt.stage == Stage.REPLAY and receipt.arm != Arm.TARGET_ONLY:
             continue
@@ -177,6 +177,11 @@ def measured_traffic(receipts: Iterable[Receipt]) -> list[Receipt]:
         if stage in by_stage:
             return by_stage[stage]
     return []
+
+
+def _is_first(receipt: Receipt) -> bool:
+    """Whether it is no rerun of a replay and no slice: those ask suspects again, or odd things."""
+    return receipt.stage != Stage.REPLAY or receipt.phase in ("greedy", "sampled")
 
 
 def mix(receipts: Iterable[Receipt]) -> list[Share]:
@@ -421,7 +426,7 @@ def _mix_shift(then: Sequence[Share], now: Sequence[Share], limit: float) -> Ite
 
 def _drift(measured: Sequence[Receipt], recent: Sequence[Receipt], limit: float) -> list[Item]:
     """Acceptance then and now, in each cohort that both sides drafted for."""
-    then, now = _by_cohort(measured), _by_cohort(recent)
+    then, now = _by_cohort(filter(_is_first, measured)), _by_cohort(filter(_is_first, recent))
     total = sum(len(rows) for rows in now.values())
     both = sorted(then.keys() & now.keys(), key=lambda name: (-len(now[name]), name))
     judged = [

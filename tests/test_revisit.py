@@ -284,6 +284,19 @@ def test_a_shifted_mix_is_stale_and_acceptance_within_cohorts_is_not(
     assert {item.verdict for item in drift} == {Verdict.PASS}
 
 
+@pytest.mark.parametrize("phase", ["sampled-confirm", "slice-penalties"])
+def test_reruns_and_slices_of_a_replay_are_not_the_acceptance_that_was_measured(
+    decided: tuple[Store, str], phase: str
+) -> None:
+    """What asks suspects again, or with odd options, says nothing of how traffic accepts."""
+    recent = traffic(np.random.default_rng(3), 800, prefix="r")
+    other = traffic(np.random.default_rng(5), 400, acceptance=0.1, stage="replay", prefix="x")
+    decided[0].append_receipts([(replace(r, run_id="run:1", phase=phase), None) for r in other])
+    items = looked(decided, receipts=recent)
+    drift = [item for name, item in items.items() if name.startswith("acceptance, ")]
+    assert {item.verdict for item in drift} == {Verdict.PASS}
+
+
 def test_drifted_acceptance_is_stale_and_the_mix_is_not(
     decided: tuple[Store, str],
 ) -> None:
