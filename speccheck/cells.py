@@ -141,7 +141,7 @@ class Limits:
 
     def ratio(self, route: str) -> float:
         """The e2e ratio below which it pays; never above 1."""
-        return min(1.0, 1 / self.routes.get(route, self.min_speedup))
+        return 1 / max(1.0, self.routes.get(route, self.min_speedup))
 
 
 def loads(

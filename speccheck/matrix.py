@@ -233,6 +233,11 @@ class MatrixLimits:
     indifferent: float = 0.02
     """An e2e ratio that is surely above 1 minus this has nothing to gain."""
 
+    @property
+    def e2e_ratio(self) -> float:
+        """The e2e ratio below which it pays; never above 1."""
+        return 1 / max(1.0, self.min_speedup)
+
 
 def workload_matrix(
     receipts: Sequence[Receipt],
@@ -690,7 +695,7 @@ def _judge_row(
         return "target_only", f"{takes}{within}; {_cause(row, cost)}"
     if 1 - limits.indifferent < ratio.low:
         return "target_only", f"nothing to gain: {takes}{within}"
-    if ratio.high < min(1.0, 1 / limits.min_speedup):
+    if ratio.high < limits.e2e_ratio:
         also = f"; k {', '.join(map(str, row.tied))} cannot be told from it" if row.tied else ""
         return "speculate", f"with k {row.k} {takes}{also}"
     wanted = (
@@ -698,7 +703,7 @@ def _judge_row(
         if limits.min_speedup > 1
         else "undecided"
     )
-    needed = stats.needed_for_interval(ratio, min(1.0, 1 / limits.min_speedup))
+    needed = stats.needed_for_interval(ratio, limits.e2e_ratio)
     units = "pairs" if row.is_paired else "requests on each arm"
     more = f", about {needed} more {units} would decide" if needed else ""
     return "inconclusive", f"{takes}{within}: {wanted}{more}"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from rule_receipts import pair, pairs, receipt
 
-from speccheck import matrix
+from speccheck import cells, matrix
 from speccheck.records import to_json
 from speccheck.speed import Costs
 
@@ -483,3 +483,11 @@ def test_what_was_in_flight_is_counted_where_arrivals_set_the_load(rng):
         for i, r in enumerate(pairs(rng, 60, concurrency=64))
     ]
     assert rows(receipts, rng).rows[0].in_flight == 4
+
+
+@pytest.mark.parametrize("asked", [0.0, 0.5, 1.0])
+def test_a_speed_up_that_may_be_a_loss_still_has_to_be_one(asked):
+    """min_speedup 0 is a limit that a file may hold: no division by it, and 1 is what pays."""
+    assert matrix.MatrixLimits(min_speedup=asked).e2e_ratio == 1
+    assert cells.Limits(min_speedup=asked).ratio("chat") == 1
+    assert matrix.MatrixLimits(min_speedup=1.25).e2e_ratio == pytest.approx(0.8)
