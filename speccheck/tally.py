@@ -150,8 +150,8 @@ def _why(
     several = sum("n" in r.features.split(",") for r in receipts)
     if field == "prompt_tokens" and several and (gap or 0) > 0:
         reasons.append(
-            f"{several} requests asked for several choices, and the server counts their prompt once "
-            "for each choice, the receipt once"
+            f"{several} requests asked for several choices, and the server counts their prompt "
+            "once for each choice, the receipt once"
         )
     if not reasons and server == 0:
         reasons.append("the counters stand still: is the server run with --disable-log-stats?")
