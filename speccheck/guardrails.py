@@ -739,8 +739,9 @@ def _needed(rule: Rule, e: Estimate, limit: float) -> int | None:
         return stats.needed_for_share(failures, e.n, 1 - limit, alpha=e.alpha)
     p = _probability(rule)
     if p is not None and math.isinf(e.high):
-        # Order statistics of each arm at half the level: before this there is no upper limit.
-        return max(stats.existence_minimum(p, e.alpha / 2) - e.n, 1)
+        # Order statistics of each arm at half the level: before this there is no upper limit. Past
+        # it, other prompts are missing, and not requests.
+        return max(stats.existence_minimum(p, e.alpha / 2) - e.n, 0) or None
     return stats.needed_for_interval(e, limit)
 
 

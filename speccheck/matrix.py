@@ -24,10 +24,16 @@ from speccheck.measure import (
     ALPHA,
     LATENCIES,
     QUANTILES,
+    TPOT_MIN_TOKENS,
+    acceptance_rate,
+    clusters_of,
     is_control,
     is_error,
     is_refused,
+    mean_acceptance_length,
     pair_receipts,
+    quantile_ratio,
+    same_length,
     used_options,
 )
 from speccheck.quality import CaseStatus
@@ -525,11 +531,23 @@ def _by_k(members: Sequence[Receipt]) -> dict[int, list[Receipt]]:
 def _k_result(k: int, arms: _Arms) -> KResult:
     get = LATENCIES["e2e"]
     target, speculative = arms.times(get)
-    if not arms.is_paired:
-        ratio = stats.unpaired_mean_ratio(target, speculative, alpha=ALPHA)
+    sides = arms.timed(get)
+    if arms.is_paired:
+        clusters = clusters_of(list(zip(*sides, strict=True)))
+        ratio = stats.geometric_mean_ratio(target, speculative, alpha=ALPHA, **clusters)
     else:
-        ratio = stats.geometric_mean_ratio(target, speculative, alpha=ALPHA)
+        prompts = _repeated_prompts(sides)
+        ratio = stats.unpaired_mean_ratio(target, speculative, alpha=ALPHA, prompts=prompts)
     return KResult(k, arms.n, ratio, *_acceptance(arms.speculative))
+
+
+def _repeated_prompts(
+    sides: tuple[Sequence[Receipt], Sequence[Receipt]],
+) -> tuple[list[str], list[str]] | None:
+    """Prompt ids of both arms' receipts where any comes again: such requests are one cluster."""
+    target, speculative = ([r.prompt_id for r in side] for side in sides)
+    every = [*target, *speculative]
+    return (target, speculative) if len(set(every)) < len(every) else None
 
 
 def _swept(
@@ -561,12 +579,10 @@ def _drafting(receipts: Iterable[Receipt]) -> list[Receipt]:
 def _acceptance(receipts: Iterable[Receipt]) -> tuple[Estimate | None, Estimate | None]:
     """Acceptance rate and mean acceptance length of all that drafted, paired or not."""
     drafting = _drafting(receipts)
-    A = [r.accepted_tokens or 0 for r in drafting]
-    D = [r.proposed_tokens or 0 for r in drafting]
-    steps = [r.verify_steps or 0 for r in drafting]
+    stepping = [r for r in drafting if r.verify_steps]
     return (
-        stats.acceptance_rate(A, D, alpha=ALPHA) if drafting else None,
-        stats.mean_acceptance_length(A, steps, alpha=ALPHA) if any(steps) else None,
+        acceptance_rate(drafting, alpha=ALPHA) if drafting else None,
+        mean_acceptance_length(stepping, alpha=ALPHA) if stepping else None,
     )
 
 
@@ -624,27 +640,65 @@ limit at 95 % could exist.
 
 
 def _cells(arms: _Arms, rng: np.random.Generator) -> Iterable[LatencyCell]:
+    """Quantiles of the latencies on both arms.
+
+    Tails of TPOT are over what the rules judge: outputs of `TPOT_MIN_TOKENS` and more, of equal
+    length where they are paired. Short outputs are most of a tail whatever the arm does, and the
+    limit that a tail is held against is that of the rules.
+    """
     for name in ("ttft", "tpot", "e2e"):
-        target, speculative = arms.times(LATENCIES[name])
-        n = min(len(target), len(speculative))
-        shown = {q: p for q, p in QUANTILES.items() if n >= _CELL_MINIMUM[q]}
-        if not shown:
-            continue
-        resample = (
-            stats.bootstrap_quantile_ratios if arms.is_paired else stats.unpaired_quantile_ratios
-        )
-        draws = resample(target, speculative, tuple(shown.values()), rng=rng)
-        # As in `measure`: where a tail is too thin to resample, the exact intervals are left.
-        ratios = {
-            p: draws.estimate(p, alpha=ALPHA)
-            if p in draws.values
-            else stats.order_statistic_ratio(target, speculative, p, alpha=ALPHA)
-            for p in shown.values()
-        }
-        for q, p in shown.items():
-            yield LatencyCell(
-                name, q, stats.quantile(target, p), stats.quantile(speculative, p), ratios[p]
+        target, speculative = arms.timed(LATENCIES[name])
+        yield from _quantiles(name, (target, speculative), arms, QUANTILES.keys() & {"p50"}, rng)
+        if name == "tpot" and arms.is_paired:
+            equal = [
+                pair
+                for pair in zip(target, speculative, strict=True)
+                if same_length(*pair, TPOT_MIN_TOKENS)
+            ]
+            target, speculative = [t for t, _ in equal], [s for _, s in equal]
+        elif name == "tpot":
+            target, speculative = (
+                [r for r in side if (r.completion_tokens or 0) >= TPOT_MIN_TOKENS]
+                for side in (target, speculative)
             )
+        yield from _quantiles(name, (target, speculative), arms, QUANTILES.keys() - {"p50"}, rng)
+
+
+def _quantiles(
+    name: str,
+    sides: tuple[Sequence[Receipt], Sequence[Receipt]],
+    arms: _Arms,
+    labels: Iterable[str],
+    rng: np.random.Generator,
+) -> Iterable[LatencyCell]:
+    target, speculative = ([LATENCIES[name](r) or 0.0 for r in side] for side in sides)
+    n = min(len(target), len(speculative))
+    shown = {q: QUANTILES[q] for q in sorted(labels) if n >= _CELL_MINIMUM[q]}
+    if not shown:
+        return
+    quantiles = tuple(shown.values())
+    if arms.is_paired:
+        clusters = clusters_of(list(zip(*sides, strict=True)))
+        draws = stats.bootstrap_quantile_ratios(
+            target,
+            speculative,
+            quantiles,
+            rng=rng,
+            blocks=clusters.get("blocks"),
+            prompts=clusters.get("prompts"),
+        )
+    else:
+        draws = stats.unpaired_quantile_ratios(
+            target, speculative, quantiles, rng=rng, prompts=_repeated_prompts(sides)
+        )
+    for q, p in shown.items():
+        yield LatencyCell(
+            name,
+            q,
+            stats.quantile(target, p),
+            stats.quantile(speculative, p),
+            quantile_ratio(draws, target, speculative, p, alpha=ALPHA),
+        )
 
 
 def _interval(e: Estimate) -> str:

@@ -268,30 +268,33 @@ def _acceptance(spec: Sequence[Receipt], measured: Measured) -> list[Measurement
     note = "; ".join(parts)
     worst = sorted(drafting, key=lambda r: (r.accepted_tokens or 0) / (r.proposed_tokens or 1))
     stepping = [r for r in drafting if r.verify_steps]
-
-    def accepted_per_drafted(alpha: float) -> Estimate:
-        A, D = (_by_prompt(drafting, name) for name in ("accepted_tokens", "proposed_tokens"))
-        return _clustered(stats.acceptance_rate(A, D, alpha=alpha), drafting)
-
-    def length(alpha: float) -> Estimate:
-        A, S = (_by_prompt(stepping, name) for name in ("accepted_tokens", "verify_steps"))
-        return _clustered(stats.mean_acceptance_length(A, S, alpha=alpha), stepping)
-
     return [
         measured(
             "acceptance_rate",
-            accepted_per_drafted if drafting else None,
+            (lambda a: acceptance_rate(drafting, alpha=a)) if drafting else None,
             note,
             worst,
         ),
         measured(
             "mean_acceptance_length",
-            length if stepping else None,
+            (lambda a: mean_acceptance_length(stepping, alpha=a)) if stepping else None,
             note if stepping else "no speculative request carries verify steps",
             worst,
         ),
         _coverage(counted, measured),
     ]
+
+
+def acceptance_rate(drafting: Sequence[Receipt], *, alpha: float) -> Estimate:
+    """Accepted over drafted tokens of receipts that drafted, prompts as clusters."""
+    A, D = (_by_prompt(drafting, name) for name in ("accepted_tokens", "proposed_tokens"))
+    return _clustered(stats.acceptance_rate(A, D, alpha=alpha), drafting)
+
+
+def mean_acceptance_length(stepping: Sequence[Receipt], *, alpha: float) -> Estimate:
+    """Tokens per verify step of receipts that have such steps, prompts as clusters."""
+    A, S = (_by_prompt(stepping, name) for name in ("accepted_tokens", "verify_steps"))
+    return _clustered(stats.mean_acceptance_length(A, S, alpha=alpha), stepping)
 
 
 def _by_prompt(receipts: Sequence[Receipt], name: str) -> list[int]:
@@ -337,7 +340,7 @@ def _latency(
     note = pairing.note
     pairs = pairing.pairs
     if name == "tpot":
-        comparable = [(t, s) for t, s in pairs if _same_length(t, s, tpot_min_tokens)]
+        comparable = [(t, s) for t, s in pairs if same_length(t, s, tpot_min_tokens)]
         if len(comparable) < len(pairs):
             left_out = len(pairs) - len(comparable)
             reason = (
@@ -361,7 +364,7 @@ def _latency(
         ]
     target = np.array([a for _, _, a, _ in known])
     speculative = np.array([b for _, _, _, b in known])
-    clusters = _clusters([(t, s) for t, s, _, _ in known])
+    clusters = clusters_of([(t, s) for t, s, _, _ in known])
     slower = int((speculative > SLOWER * target).sum())
     if name == "tpot":
         own = f"{slower} of {len(known)} pairs took over {SLOWER:g} times as long"
@@ -375,10 +378,16 @@ def _latency(
         blocks=clusters.get("blocks"),
         prompts=clusters.get("prompts"),
     )
+    if not draws.draws:
+        few = len({t.prompt_id for t, _, _, _ in known})
+        note = (
+            f"{note}; from {few} different prompts, and without {stats.FEWEST_CLUSTERS} there"
+            " is no limit"
+        ).removeprefix("; ")
     found = [
         measured(
             f"{name}_{label}_ratio",
-            lambda a, p=p: _ratio(draws, target, speculative, p, alpha=a),
+            lambda a, p=p: quantile_ratio(draws, target, speculative, p, alpha=a),
             _times_note(stats.quantile(target, p), stats.quantile(speculative, p), label, note),
             slowest,
         )
@@ -405,7 +414,7 @@ def _latency(
     return found
 
 
-def _ratio(
+def quantile_ratio(
     draws: stats.RatioDraws,
     target: npt.ArrayLike,
     speculative: npt.ArrayLike,
@@ -417,8 +426,10 @@ def _ratio(
 
     A resampled maximum is never over the observed one, so that few values beyond a quantile make
     limits that are far too near; those of order statistics do not exist then, which is the truth.
+    Where there were too few prompts or blocks to draw from, there are no limits at all: order
+    statistics would take repeats of one prompt for independent.
     """
-    if p in draws.values and draws.n * min(p, 1 - p) >= stats.TAIL_VALUES:
+    if p in draws.values and (not draws.draws or draws.n * min(p, 1 - p) >= stats.TAIL_VALUES):
         return draws.estimate(p, alpha=alpha)
     return stats.order_statistic_ratio(target, speculative, p, alpha=alpha)
 
@@ -461,7 +472,7 @@ def _unpaired_latency(
     found = [
         measured(
             f"{name}_{label}_ratio",
-            lambda a, p=p: _ratio(draws, target, speculative, p, alpha=a),
+            lambda a, p=p: quantile_ratio(draws, target, speculative, p, alpha=a),
             _times_note(stats.quantile(target, p), stats.quantile(speculative, p), label, note),
         )
         for label, p in QUANTILES.items()
@@ -477,12 +488,13 @@ def _unpaired_latency(
     return found
 
 
-def _same_length(target: Receipt, speculative: Receipt, least: int) -> bool:
+def same_length(target: Receipt, speculative: Receipt, least: int) -> bool:
+    """Whether both answers have `least` tokens and lengths within a tenth: equal work, paired."""
     a, b = target.completion_tokens, speculative.completion_tokens
     return a is not None and b is not None and min(a, b) >= least and abs(a - b) <= 0.1 * max(a, b)
 
 
-def _clusters(pairs: Sequence[tuple[Receipt, Receipt]]) -> dict[str, list[str]]:
+def clusters_of(pairs: Sequence[tuple[Receipt, Receipt]]) -> dict[str, list[str]]:
     """What pairs are not independent within, for the intervals: `blocks` and `prompts`.
 
     The block of each pair (two neighbours where the arms took turns), if there are enough; its
@@ -724,7 +736,7 @@ def noise_floors(
         known = [
             (a, b)
             for s, t in pairs
-            if (name not in least or _same_length(s, t, least[name]))
+            if (name not in least or same_length(s, t, least[name]))
             and (a := get(s)) is not None
             and (b := get(t)) is not None
         ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from rule_receipts import pair, pairs, receipt
+from scipy import stats as sp
 
-from speccheck import cells, matrix
+from speccheck import cells, matrix, stats
 from speccheck.records import to_json
 from speccheck.speed import Costs
 
@@ -491,3 +493,85 @@ def test_a_speed_up_that_may_be_a_loss_still_has_to_be_one(asked):
     assert matrix.MatrixLimits(min_speedup=asked).e2e_ratio == 1
     assert cells.Limits(min_speedup=asked).ratio("chat") == 1
     assert matrix.MatrixLimits(min_speedup=1.25).e2e_ratio == pytest.approx(0.8)
+
+
+# --- prompts that come again ---------------------------------------------------------------------
+
+
+def again(rng, prompts, times, **fields):
+    """Shadow pairs in which each of so many prompts comes so many times, answers as before."""
+    found = []
+    for number in range(prompts * times):
+        prompt, ids = number % prompts, {"pair_id": f"load:n{number}"}
+        ids["prompt_id"] = f"p{prompt}"
+        accepted = 30 + 9 * prompt % 60
+        found += pair(
+            number,
+            target={"tpot_ms": 20 * rng.lognormal(0, 0.05)},
+            speculative={"tpot_ms": 10 * rng.lognormal(0, 0.05), "accepted_tokens": accepted},
+            **ids | fields,
+        )
+    return found
+
+
+def test_repeats_of_one_prompt_are_no_cohort(rng):
+    """Forty mirrored copies of one prompt say nothing of other prompts: no limits, no verdict."""
+    (row,) = rows(again(rng, 1, 40), rng).rows
+    assert (row.n_pairs, row.verdict) == (40, "inconclusive")
+    assert (row.acceptance.low, row.acceptance.high) == (0, 1)
+    assert row.e2e_ratio.high == math.inf
+    for cell in row.latency:
+        assert (cell.ratio.low, cell.ratio.high) == (0, math.inf)
+
+
+def test_a_row_takes_prompts_as_clusters(rng):
+    """Acceptance, lengths and times of a cohort whose prompts come again, by hand."""
+    receipts = again(rng, 8, 10)
+    (row,) = rows(receipts, rng).rows
+    mine = [r for r in receipts if r.arm == "speculative"]
+    accepted = np.array([sum(r.accepted_tokens for r in mine[i::8]) for i in range(8)])
+    rate = accepted.sum() / 8000
+    error = math.sqrt(8 / 7 * ((accepted - rate * 1000) ** 2).sum()) / 8000
+    reach = sp.t.isf(0.05, 7) * error
+    assert (row.acceptance.value, row.acceptance.n) == (pytest.approx(rate), 80)
+    assert row.acceptance.low == pytest.approx(rate - reach)
+    assert row.acceptance.high == pytest.approx(rate + reach)
+    assert row.mean_acceptance_length.low == pytest.approx(1 + 4 * (rate - reach))
+    logs = np.log([s.e2e_s / t.e2e_s for t, s in zip(receipts[::2], receipts[1::2], strict=True)])
+    means = np.array([logs[i::8].mean() for i in range(8)])
+    reach = sp.t.isf(0.05, 7) * means.std(ddof=1) / math.sqrt(8)
+    assert row.e2e_ratio.low == pytest.approx(math.exp(means.mean() - reach))
+    assert row.e2e_ratio.high == pytest.approx(math.exp(means.mean() + reach))
+
+
+def test_a_canary_row_takes_prompts_as_clusters(rng):
+    """Two prompts, of which one is slow on the speculative arm, are two cases and not 160."""
+    receipts = [
+        replace(r, prompt_id=f"p{i}")
+        for i, ms in enumerate((5.0, 18.0))
+        for r in canary(rng, 80, share=0.5, first=80 * i, speculative_ms=ms)
+    ]
+    (row,) = rows(receipts, rng).rows
+    assert row.verdict == "inconclusive"
+    assert "clustered by 2 prompts" in row.e2e_ratio.method
+    by_prompt = [
+        np.mean([math.log(r.e2e_s) for r in receipts if (r.arm, r.prompt_id) == key])
+        for key in itertools.product(("target_only", "speculative"), ("p0", "p1"))
+    ]
+    change = np.array(by_prompt[2:]) - by_prompt[:2]
+    reach = sp.t.isf(0.05, 1) * change.std(ddof=1) / math.sqrt(2)
+    assert row.e2e_ratio.value == pytest.approx(math.exp(change.mean()))
+    assert row.e2e_ratio.high == pytest.approx(math.exp(change.mean() + reach))
+
+
+def test_the_tail_of_a_row_is_that_of_the_rules(rng):
+    """Under 100 pairs p95 is not resampled, and outputs under 32 tokens are in no tail."""
+    receipts = pairs(rng, 80, target_ms=10, speculative_ms=20)
+    (row,) = rows(receipts, rng).rows
+    tail = next(c for c in row.latency if (c.metric, c.quantile) == ("tpot", "p95"))
+    sides = ([r.tpot_s for r in receipts[at::2]] for at in (0, 1))
+    assert tail.ratio == stats.order_statistic_ratio(*sides, 0.95, alpha=0.05)
+    short = pairs(rng, 300, target_ms=10, speculative_ms=20, completion_tokens=8)
+    (row,) = rows(short, rng).rows
+    assert {c.quantile for c in row.latency if c.metric == "tpot"} == {"p50"}
+    assert "TPOT" not in row.why

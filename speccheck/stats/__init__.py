@@ -8,6 +8,7 @@ The only importer of scipy. `fixed` holds what is judged once, at a sample size 
 from speccheck.stats.fixed import (
     DRAWS,
     FAIL_LEVELS,
+    FEWEST_CLUSTERS,
     TAIL_VALUES,
     Floats,
     RateComparison,
@@ -99,6 +100,7 @@ __all__ = [
     "DRAWS",
     "EFFECT_ALPHA",
     "FAIL_LEVELS",
+    "FEWEST_CLUSTERS",
     "LEAST_VARIANCE",
     "TAIL_VALUES",
     "BoundedMean",

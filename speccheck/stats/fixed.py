@@ -32,6 +32,10 @@ FAIL_LEVELS = (0.01, 0.005, 0.002, 0.001, 5e-4, 2e-4, 1e-4, 5e-5, 2e-5, 1e-5, 5e
 TAIL_VALUES = 5
 """Values that an arm must have beyond a quantile before resampling says anything about it."""
 
+FEWEST_CLUSTERS = 5
+"""Blocks or prompts below which resampling them gives no limit at 5 %: all of four lie on one side
+of their median with a chance of 1/16."""
+
 _CHUNK = 2_000_000
 """Weights held at once by the bootstrap (draws times requests): 16 MB."""
 
@@ -149,13 +153,14 @@ class RatioDraws:
 
         Beyond the resolution of the draws (fewer than ten draws outside the limit) the wider of the
         outermost draw and a normal limit with the draws' standard deviation is used, so that small
-        levels, as Holm's procedure asks for, exist.
+        levels, as Holm's procedure asks for, exist. A ratio without draws has no limits.
         """
         method = f"{self.method}, p{100 * p:g}"
-        draws = self.draws.get(p)
-        if draws is None or draws.size == 0:
+        if p not in self.values:
             return unknown(method, n=self.n, alpha=alpha)
-        value = self.values[p]
+        value, draws = self.values[p], self.draws.get(p)
+        if draws is None:
+            return Estimate(math.exp(value), 0.0, math.inf, self.n, method, alpha)
         low, high = np.quantile(draws, (alpha, 1 - alpha))
         if alpha * draws.size < 10:
             reach = float(sp.norm.isf(alpha)) * float(draws.std())
@@ -182,7 +187,8 @@ def bootstrap_quantile_ratios(
     time; with `prompts` whole prompts, whose repeats do the same work; with both a pair weighs the
     product of the two (the pigeonhole bootstrap of crossed clusters: Owen 2007, on the safe side).
     Quantiles are inverse empirical CDFs, so a draw is a weight per pair and a cumulative sum. n
-    counts pairs either way; the method says how many blocks and prompts.
+    counts pairs either way; the method says how many blocks and prompts. Of fewer than
+    `FEWEST_CLUSTERS` blocks or prompts nothing is drawn, and the ratio has no limits.
 
     Raises:
         ValueError: arrays of different length.
@@ -202,8 +208,11 @@ def bootstrap_quantile_ratios(
     kind = "block bootstrap" if blocks is not None else "paired bootstrap"
     method = f"{kind}{f' over {over}' if over else ''}, {draws} draws"
     data = _finite(target, speculative)
-    if data is None or min(sizes) < 2 or min(data[0].min(), data[1].min()) <= 0:
+    if data is None or n < 2 or min(data[0].min(), data[1].min()) <= 0:
         return RatioDraws(n, method, {}, {})
+    values = {p: math.log(quantile(data[1], p) / quantile(data[0], p)) for p in quantiles}
+    if named and min(sizes) < FEWEST_CLUSTERS:
+        return RatioDraws(n, f"{kind} over {over}: too few for a limit", values, {})
     orders = [np.argsort(arm, kind="stable") for arm in data]
     rows_at_once = max(1, _CHUNK // n)
     logs: list[Floats] = []
@@ -221,12 +230,7 @@ def bootstrap_quantile_ratios(
         ]
         logs.append(np.log(arms[1] / arms[0]))
     drawn = np.sort(np.concatenate(logs), axis=0)
-    return RatioDraws(
-        n,
-        method,
-        {p: math.log(quantile(data[1], p) / quantile(data[0], p)) for p in quantiles},
-        {p: drawn[:, j] for j, p in enumerate(quantiles)},
-    )
+    return RatioDraws(n, method, values, {p: drawn[:, j] for j, p in enumerate(quantiles)})
 
 
 def unpaired_quantile_ratios(
@@ -235,13 +239,16 @@ def unpaired_quantile_ratios(
     quantiles: Sequence[float],
     *,
     rng: np.random.Generator,
+    prompts: tuple[Sequence[str], Sequence[str]] | None = None,
     draws: int = DRAWS,
 ) -> RatioDraws:
     """Percentile bootstrap of quantile ratios of two independent samples, any positive unit.
 
-    Each arm is resampled on its own (Efron). A quantile needs some values beyond it on both arms:
-    where fewer than `TAIL_VALUES` are expected there is no draw for it, and `order_statistic_ratio`
-    is what remains. n counts the smaller arm.
+    Each arm is resampled on its own (Efron); with `prompts` (one id per value of each arm) whole
+    prompts are, with all that they sent to either arm. A quantile needs some values beyond it on
+    both arms: where fewer than `TAIL_VALUES` are expected there is no draw for it, and
+    `order_statistic_ratio` is what remains. n counts the smaller arm. Of fewer than
+    `FEWEST_CLUSTERS` prompts nothing is drawn, and the ratio has no limits.
     """
     method = f"unpaired bootstrap, {draws} draws"
     n = min(np.size(target), np.size(speculative))
@@ -251,19 +258,30 @@ def unpaired_quantile_ratios(
     known = tuple(p for p in quantiles if n * min(p, 1 - p) >= TAIL_VALUES)
     if not known:
         return RatioDraws(n, method, {}, {})
-    logs = []
-    for arm in data:
-        size = arm.size
+    values = {p: math.log(quantile(data[1], p) / quantile(data[0], p)) for p in known}
+
+    def drawn_counts(size: int) -> npt.NDArray[np.int64]:
         picks = rng.integers(0, size, (draws, size)) + size * np.arange(draws)[:, None]
-        weights = np.bincount(picks.ravel(), minlength=draws * size).reshape(draws, size)
-        logs.append(np.log(_weighted_quantiles(np.sort(arm), weights, known)))
+        return np.bincount(picks.ravel(), minlength=draws * size).reshape(draws, size)
+
+    if prompts is None:
+        weights = [drawn_counts(arm.size) for arm in data]
+    else:
+        names, unit = np.unique(np.concatenate([*prompts]), return_inverse=True)
+        method = f"unpaired bootstrap over {names.size} prompts"
+        if names.size < FEWEST_CLUSTERS:
+            return RatioDraws(n, f"{method}: too few for a limit", values, {})
+        method += f", {draws} draws"
+        counts = drawn_counts(names.size)
+        weights = [counts[:, unit[: data[0].size]], counts[:, unit[data[0].size :]]]
+        for side in weights:
+            side[side.sum(axis=1) == 0] = 1  # no prompt that was drawn went to this arm
+    logs = []
+    for arm, side in zip(data, weights, strict=True):
+        order = np.argsort(arm, kind="stable")
+        logs.append(np.log(_weighted_quantiles(arm[order], side[:, order], known)))
     drawn = np.sort(logs[1] - logs[0], axis=0)
-    return RatioDraws(
-        n,
-        method,
-        {p: math.log(quantile(data[1], p) / quantile(data[0], p)) for p in known},
-        {p: drawn[:, j] for j, p in enumerate(known)},
-    )
+    return RatioDraws(n, method, values, {p: drawn[:, j] for j, p in enumerate(known)})
 
 
 def _weighted_quantiles(
@@ -362,11 +380,17 @@ def _error_by(values: Floats, unit: npt.NDArray[np.int64]) -> float:
 
 
 def unpaired_mean_ratio(
-    target: npt.ArrayLike, speculative: npt.ArrayLike, *, alpha: float
+    target: npt.ArrayLike,
+    speculative: npt.ArrayLike,
+    *,
+    alpha: float,
+    prompts: tuple[Sequence[str], Sequence[str]] | None = None,
 ) -> Estimate:
     """Ratio of geometric means of two independent samples, Welch's t-interval on the logs.
 
-    For a canary, in which each request runs on one arm only. n is the smaller arm's.
+    For a canary, in which each request runs on one arm only. n is the smaller arm's. With `prompts`
+    (one id per value of each arm) the standard error of the difference is clustered by them, over
+    both arms together, with clusters - 1 degrees of freedom.
     """
     method = "ratio of geometric means, unpaired, Welch t-interval"
     n = min(np.size(target), np.size(speculative))
@@ -374,6 +398,20 @@ def unpaired_mean_ratio(
     if data is None or n < 2 or min(data[0].min(), data[1].min()) <= 0:
         return unknown(method, n=n, alpha=alpha)
     t, s = np.log(data[0]), np.log(data[1])
+    if prompts is not None:
+        shares = np.concatenate([-(t - t.mean()) / t.size, (s - s.mean()) / s.size])
+        clusters = np.unique(np.concatenate([*prompts]), return_inverse=True)[1]
+        size = int(clusters.max()) + 1
+        method = f"ratio of geometric means, unpaired, t-interval clustered by {size} prompts"
+        value = float(s.mean() - t.mean())
+        reach = math.inf
+        if size > 1:
+            totals = np.bincount(clusters, shares)
+            error = math.sqrt(size / (size - 1) * float(totals @ totals))
+            reach = float(sp.t.isf(alpha, size - 1)) * error
+        return Estimate(
+            math.exp(value), math.exp(value - reach), _exp(value + reach), n, method, alpha
+        )
     parts = [float(x.var(ddof=1)) / x.size for x in (t, s)]
     value, variance = float(s.mean() - t.mean()), sum(parts)
     if variance == 0:
