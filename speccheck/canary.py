@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from speccheck import corpus, decision, graded, guardrails, monitors, plan, shadow
+from speccheck import corpus, decision, graded, monitors, plan, shadow
 from speccheck.config import CanaryConfig, Guardrails, Rollout, Route
 from speccheck.context import RunContext
 from speccheck.errors import SpeccheckError, UsageError
@@ -359,7 +359,7 @@ class Guard:
             raise self._failure
 
     def _fall_back(self) -> None:
-        found = judge(self.monitors, self._run.guardrails)
+        found = self.monitors.judge()
         made = decision.decide(
             self._route, Stage.CANARY, found, unrepresentative=self._unrepresentative
         )
@@ -400,18 +400,6 @@ def _still_off(fallen: RecordedDecision, run_id: str) -> Decision:
 
 
 _STILL_OFF = "it fell back before and stays off until `speccheck canary reset`: "
-
-
-def judge(watch: monitors.Monitors, rules: Guardrails) -> tuple[Finding, ...]:
-    """The findings of a route from its monitors, as of now."""
-    return guardrails.judge(
-        rule_limits(rules, watch.route),
-        watch.measurements(),
-        stage=Stage.CANARY,
-        route=watch.route,
-        noise_floors=watch.floors,
-        standings=watch.standings(),
-    )
 
 
 def _assignment_text(assignment: monitors.Assignment) -> str:
@@ -477,7 +465,7 @@ def _status(
         if step is not None:
             watch.add(receipt, share=step.share, late=punctuality.add(receipt))
             last = step
-    found = judge(watch, rules)
+    found = watch.judge()
     assignment = watch.assignment
     words = [
         kept.decision
@@ -540,7 +528,7 @@ def evidence(
 ) -> dict[str, list[dict[str, Any]]]:
     """`packet.CanaryEvidence` of one route: steps, events, monitors and the assignment."""
     watch = guard.monitors
-    readings = watch.readings(judge(watch, run.guardrails))
+    readings = watch.readings(watch.judge())
     assignment = watch.assignment
     return {
         "steps": _steps(route, guard, receipts, origin_ns),

@@ -363,6 +363,79 @@ class CanaryConfig(Model):
         return self
 
 
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class HooksConfig(Model):
+    """What is told of each transition of a live route. Neither ever holds a decision up."""
+
+    command: tuple[str, ...] = ()
+    """Program and arguments, run without a shell, the facts in its environment (SPECCHECK_...)."""
+    command_timeout_s: Seconds = 10.0
+    webhook: str | None = None
+    """URL that gets the transition as JSON by POST."""
+    webhook_secret_env: str | None = None
+    """Name of the environment variable with the key of its HMAC-SHA256 signature."""
+    webhook_timeout_s: Seconds = 5.0
+    webhook_attempts: Annotated[int, Field(ge=1, le=20, strict=True)] = 6
+    """Tries in all, 1, 2, 4 ... s apart."""
+
+    @field_validator("command")
+    @classmethod
+    def _runnable(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if value and not value[0]:
+            raise ValueError("the first word must name a program")
+        return value
+
+    @field_validator("webhook")
+    @classmethod
+    def _url(cls, value: str | None) -> str | None:
+        if value is not None and not value.startswith(("http://", "https://")):
+            raise ValueError(f"{value!r} is not an http:// or https:// URL")
+        return value
+
+
+class FallbackConfig(Model):
+    """The live guard: when a route turns itself off, and when it may come back.
+
+    A limit of None is not judged.
+    """
+
+    limits: RuleLimits = RuleLimits()
+    """Limits on live traffic, in place of those of guardrails.yaml."""
+    max_engine_error_rate: Share | None = 0.005
+    """Server errors, broken streams and lost connections of the speculative arm."""
+    max_verifier_errors: Count | None = 0
+    """Answers whose counts of drafted and accepted tokens cannot be, in one window."""
+    max_queued: Positive | None = 32
+    """Requests that wait in the speculative server's queue, all of `queued_for_s`."""
+    queued_for_s: Seconds = 10.0
+    max_stall_s: Seconds | None = 20.0
+    """Requests running on the speculative server without one token coming."""
+    max_unreachable_s: Seconds | None = 15.0
+    """No answer of the speculative server's /metrics, while target-only answers."""
+    window_s: Seconds | None = 600.0
+    """How far back the evidence reaches; None: to the beginning."""
+    window_requests: Positive = 100
+    """Speculative requests before which a window is not closed, however slow the traffic is."""
+    min_requests: Positive = 10
+    """Speculative requests before which no rule on them turns a route off; counts do."""
+    false_alarms_per_day: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.01
+    """Of all rules of a route together, at most."""
+    cool_down_s: Seconds = 300.0
+    """Target-only after a fallback; twice as long after each further one in the period."""
+    probation_share: Annotated[float, BeforeValidator(fraction), Field(gt=0, lt=1)] = 0.10
+    probation_requests: Positive = 60
+    """Speculative requests that must go well, and show the rule that failed within its limit."""
+    probation_most_s: Seconds = 86_400.0
+    """A probation that is undecided so long ends in another fallback."""
+    most_fallbacks: Count = 3
+    """Within the period; one more, and the route is off until an operator resets it."""
+    period_s: Seconds = 86_400.0
+    hooks: Annotated[HooksConfig, Field(exclude=True)] = HooksConfig()
+    """Never written down with a run: the URL of a webhook is often a secret."""
+
+
 class MixConfig(Model):
     """Mixed traffic of a sweep: the share of requests of each class, and the tasks it is made of.
 
@@ -481,6 +554,7 @@ class Rollout(Model):
     replay: ReplayConfig = ReplayConfig()
     shadow: ShadowConfig = ShadowConfig()
     canary: CanaryConfig = CanaryConfig()
+    fallback: FallbackConfig = FallbackConfig()
     sweep: SweepConfig = SweepConfig()
     routes: tuple[Route, ...]
     protected_tasks: tuple[str, ...] | None = None

@@ -561,7 +561,8 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
             f"{out}: cannot be made ({error.strerror}); choose another --out"
         ) from None
     config = {
-        "rollout": rollout.model_dump(mode="json"),
+        # The live guard judges no stage: its settings may change without measuring anew.
+        "rollout": rollout.model_dump(mode="json", exclude={"fallback"}),
         "guardrails": guardrails.model_dump(mode="json"),
         "speccheck": __version__,
         "fixture_table": _table_digest(path, rollout),

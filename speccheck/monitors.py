@@ -148,6 +148,8 @@ class Monitor:
     """Whether the pass rests on requests of earlier stages, too."""
     failed_at: int | None = None
     loads: set[int] = field(default_factory=set)
+    by_load: bool = True
+    """Whether times at different loads are kept apart."""
     steps: int = 1
     """Steps in which the share grows."""
     new_step: Callable[[], Monitor] | None = None
@@ -171,8 +173,8 @@ class Monitor:
 
     @property
     def is_judged(self) -> bool:
-        """Times at different loads are never pooled: such a monitor says nothing."""
-        return len(self.loads) <= 1 or not self.rule.is_timed
+        """Times at different loads are not pooled: such a monitor says nothing."""
+        return not self.by_load or len(self.loads) <= 1 or not self.rule.is_timed
 
     @property
     def fails(self) -> stats.Side:
@@ -352,23 +354,27 @@ def _served(receipt: Receipt) -> bool:
     )
 
 
-def _monitor(
+def monitor_of(
     rule: Rule,
     limit: RuleLimit,
     cohort: str,
     *,
     alpha_fail: float,
     acceptance: AcceptanceMethod,
-    earlier: tuple[int, int],
-    floor: Estimate | None,
-    steps: int,
+    earlier: tuple[int, int] = (0, 0),
+    floor: Estimate | None = None,
+    steps: int = 1,
+    by_load: bool = True,
 ) -> Monitor:
-    """The monitor of a rule: its method, and what it takes from a receipt."""
+    """The monitor of a rule: its method, and what it takes from a receipt.
+
+    `alpha_fail` is the level at which this one rule fails; the rest as in `Monitors`.
+    """
     bound = rule.metric_limit(limit.limit)
     level = _levels(rule, alpha_fail)
 
     def made(process: stats.Process, feed: Callable[[Receipt], Said]) -> Monitor:
-        return Monitor(rule, limit, cohort, process, level, feed)
+        return Monitor(rule, limit, cohort, process, level, feed, by_load=by_load)
 
     if rule.metric == "error_rate":
         errors = stats.Rate(bound, level, earlier=earlier)
@@ -403,6 +409,7 @@ def _monitor(
     log_noise = guardrails.noise(rule, bound, floor)
     noise = math.exp(log_noise) if log_noise < 700 else math.inf
     over_all = _timed(rule, limit, cohort, alpha_fail / (2 if steps > 1 else 1), noise)
+    over_all.by_load = by_load
     if steps > 1:
         over_all.levels = level
         over_all.steps = steps
@@ -593,6 +600,8 @@ class Monitors:
         alpha_fail: float = ALPHA_FAIL,
         mix_share: float | None = None,
         steps: int = 1,
+        slices: Sequence[str] = ("concurrency", "prompt", "temperature"),
+        keep: int | None = None,
     ) -> None:
         """Begin to watch a route.
 
@@ -612,7 +621,15 @@ class Monitors:
                 a machine that got slower meanwhile would be taken for a slower arm; the draw knows
                 nothing of the times. None where the share stays.
             steps: how often the share may change; the level of failing is parted between them.
+            slices: by what the route is sliced. Without concurrency, requests at different loads
+                are compared together: right where the arms share all loads by a draw, as they do
+                in service, and no load is set.
+            keep: how many of the last receipts to keep at least, for notes and worst cases; None:
+                all.
         """
+        self._slice_kinds = tuple(slices)
+        self._keep = keep
+        self._given = dict(rules)
         self._mix_share = mix_share
         self._steps = steps
         self.route = route
@@ -643,6 +660,7 @@ class Monitors:
 
     def _begin(self) -> None:
         self.receipts = []
+        self.seen = 0
         self._left_out = 0
         self._share: float | None = None
         self.assignment = Assignment()
@@ -652,7 +670,7 @@ class Monitors:
     def _made(self, cohort: str, alpha: float) -> list[Monitor]:
         tests = sum(RULES[name].kind != "count" for name in self._rules)
         return [
-            _monitor(
+            monitor_of(
                 RULES[name],
                 limit,
                 cohort,
@@ -661,6 +679,7 @@ class Monitors:
                 earlier=(0, 0) if cohort else self._earlier,
                 floor=self.floors.get(RULES[name].metric),
                 steps=self._steps,
+                by_load="concurrency" in self._slice_kinds,
             )
             for name, limit in self._rules.items()
         ]
@@ -679,6 +698,9 @@ class Monitors:
             return []
         self._note_version(receipt)
         self.receipts.append(receipt)
+        self.seen += 1
+        if self._keep is not None and len(self.receipts) > 2 * self._keep:
+            del self.receipts[: -self._keep]
         if share is not None:
             self.assignment.add(receipt, share)
         failed: list[Monitor] = []
@@ -725,7 +747,7 @@ class Monitors:
 
     def _begun(self, receipt: Receipt) -> tuple[str, ...]:
         """Names of the slices that a receipt is in, new ones begun."""
-        names = _slices(receipt)
+        names = self._slices(receipt)
         for name in names:
             if name not in self._cohorts:
                 j = len(self._cohorts)
@@ -734,6 +756,10 @@ class Monitors:
                     self._renew(monitor)
                 self._kinds[_kind(name)] += 1
         return names
+
+    def _slices(self, receipt: Receipt) -> tuple[str, ...]:
+        """The slices that a receipt is in."""
+        return tuple(name for name in _slices(receipt) if _kind(name) in self._slice_kinds)
 
     def _is_open(self, cohort: str) -> bool:
         """Whether a cohort is judged: the route, and slices where there are two of a kind."""
@@ -757,9 +783,7 @@ class Monitors:
             for name, old, new in zip(_VERSIONS, known, version, strict=True)
             if old != new
         ]
-        self.restarts.append(
-            Restart(len(self.receipts), f"on {receipt.arm}: {', '.join(changed[:2])}")
-        )
+        self.restarts.append(Restart(self.seen, f"on {receipt.arm}: {', '.join(changed[:2])}"))
         self._since_ns[receipt.arm] = receipt.scheduled_ns
         self._earlier = (0, 0)
         self._begin()
@@ -789,7 +813,7 @@ class Monitors:
         for cohort, monitors in self._cohorts.items():
             if not self._is_open(cohort):
                 continue
-            mine = [r for r in self.receipts if not cohort or cohort in _slices(r)]
+            mine = [r for r in self.receipts if not cohort or cohort in self._slices(r)]
             counted = {
                 m.metric: m
                 for m in measure.measure_counts(
@@ -808,6 +832,17 @@ class Monitors:
                 found.append(self._measurement(monitor, counted, mine))
             found += [m for name, m in counted.items() if name in _BESIDE]
         return found
+
+    def judge(self) -> tuple[Finding, ...]:
+        """The findings of the route, as of now."""
+        return guardrails.judge(
+            self._given,
+            self.measurements(),
+            stage=Stage.CANARY,
+            route=self.route,
+            noise_floors=self.floors,
+            standings=self.standings(),
+        )
 
     def readings(self, findings: Iterable[Finding]) -> list[Reading]:
         """Where each monitor stands, for those that there is a finding about, in its order."""

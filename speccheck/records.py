@@ -550,6 +550,53 @@ class Decision:
     """What the decision covers (loads, temperatures) where that is less than the whole route."""
 
 
+class RouteState(StrEnum):
+    """Where a live route stands."""
+
+    ENABLED = "enabled"
+    FELL_BACK = "fell_back"
+    """Target-only until the cool-down is over."""
+    PROBATION = "probation"
+    """A small share speculates, to see whether it is well again."""
+    OFF = "off"
+    """Target-only until an operator resets the route."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A live route went from one state to another: by which rule, on what evidence, and why.
+
+    `estimate`, `limit`, `unit` and `n` are those of the rule. They are None, empty and 0 where time
+    or an operator moved the route.
+    """
+
+    route: str
+    seq: int
+    """0, 1, 2 ... of the route."""
+    at_ns: int
+    """On the caller's clock: that of the receipts."""
+    before: RouteState
+    after: RouteState
+    rule: str
+    """A guardrail, or one of the live guard's own (see `fallback`)."""
+    cohort: str
+    """The slice of the route that failed; empty for all of it."""
+    estimate: Estimate | None
+    limit: float | None
+    unit: str
+    window_s: float | None
+    """How long the evidence had been collected, seconds."""
+    n: int
+    share: float
+    """Of the eligible traffic that may speculate from now on."""
+    fallbacks: int
+    """Fallbacks within the period that counts them, this one included."""
+    why: str
+    """One sentence with the number and the limit in it."""
+    who: str = ""
+    """The operator; empty where the guard decided."""
+
+
 @dataclass(frozen=True, slots=True)
 class ArmDescription:
     """What an arm really ran: captured from the server and the launcher, hashed into receipts.

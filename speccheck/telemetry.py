@@ -34,7 +34,9 @@ GENERATION_TOKENS = "vllm:generation_tokens_total"
 PROMPT_TOKENS = "vllm:prompt_tokens_total"
 FINISHED = "vllm:request_success_total"
 PREEMPTIONS = "vllm:num_preemptions_total"
-TPOT_BUCKETS = "vllm:request_time_per_output_token_seconds_bucket"
+TPOT = "vllm:request_time_per_output_token_seconds"
+E2E = "vllm:e2e_request_latency_seconds"
+TPOT_BUCKETS = f"{TPOT}_bucket"
 RUNNING = "vllm:num_requests_running"
 WAITING = "vllm:num_requests_waiting"
 
@@ -54,6 +56,16 @@ WATCHED = (
     FINISHED,
 )
 """What a background sampler keeps: a whole page takes long enough to parse to delay chunks."""
+
+GUARDED = (
+    *WATCHED,
+    *(f"{histogram}_{part}" for histogram in (TPOT, E2E) for part in ("sum", "count")),
+    *(f"{name.removesuffix('_total')}_created" for name in (GENERATION_TOKENS, FINISHED)),
+)
+"""What the live guard reads: the same, the means of two times, and what tells a restart."""
+
+FAILED = "speccheck:scrape_failed"
+"""Series of a scrape that failed, with the reason as its label, so that it can be kept as well."""
 
 _TALLIED = (
     DRAFTS,
@@ -84,6 +96,16 @@ class Snapshot:
     def by_label(self, name: str, label: str) -> dict[str, float]:
         """Sums by the value of one label; empty where no such series is there."""
         return _by_label(self.samples, name, label)
+
+    @property
+    def failure(self) -> str | None:
+        """Why the scrape failed; None where it did not."""
+        return next((dict(labels)["why"] for name, labels in self.samples if name == FAILED), None)
+
+
+def failed_scrape(why: str, taken_ns: int) -> Snapshot:
+    """A scrape that brought nothing, as a snapshot that says why."""
+    return Snapshot(taken_ns, {(FAILED, (("why", why),)): 1.0})
 
 
 @dataclass(frozen=True, slots=True)

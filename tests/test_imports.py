@@ -53,6 +53,8 @@ ORDER = [
     "decision",
     "proposal",
     "monitors",
+    "scraped",
+    "fallback",
     "charts",
     "packet",
     "context",

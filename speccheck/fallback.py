@@ -1,0 +1,863 @@
+"""The live guard: a state machine per route that turns speculation off, and lets it come back.
+
+    enabled --a rule fails--> fell back --cool-down, server well--> probation --it passes--> enabled
+                                  ^                                    |
+                                  +----------a rule fails--------------+    too often: off, until
+                                                                            an operator resets it
+
+Pure: no clock, no store, no threads. What it knows is what it was told, receipt by receipt and
+scrape by scrape, with the time of each; so the same receipts give the same decisions, in whatever
+portions they come, and `speccheck fallback replay` can show it. What time moves is stamped with the
+moment at which it was due, whenever the next call comes. Scrapes wait for `GRACE_NS` for receipts
+that completed before them and are still on their way.
+
+A window that is looked at after every request must not alarm more often than it says. The rules on
+receipts are the canary's monitors, valid at every look, begun anew every half window, so that two
+overlap and a change after a long calm is seen by one that began not long before it. Each is given
+the part of `false_alarms_per_day` that makes all of a day's windows together keep to it, whatever
+the traffic. What is counted or read off a gauge (verifier errors, refusals, stall, queue, a server
+that does not answer) is exact: it has no chance in it, and holds for as long as the settings say.
+
+Hysteresis: a route falls back when a rule is certain to be beyond its limit, and comes back when
+the same rule is certain to be within it, on a small share and on new evidence.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from speccheck import measure, stats, telemetry
+from speccheck.config import FallbackConfig, Guardrails, Rollout
+from speccheck.guardrails import ALPHA_FAIL, RULES, RuleLimit, rule_limits
+from speccheck.monitors import AcceptanceMethod, Count, Monitor, Monitors
+from speccheck.records import (
+    Arm,
+    Estimate,
+    Outcome,
+    Receipt,
+    RouteState,
+    Stage,
+    Transition,
+    Verdict,
+    digest,
+)
+from speccheck.scraped import Scraped
+from speccheck.telemetry import Snapshot
+
+LIVE_LIMITS: dict[str, float] = {
+    "max_tpot_p50_regression": 0.10,
+    "max_e2e_p50_regression": 0.10,
+    "max_acceptance_rate": 0.98,
+    "max_unsupported_requests": 2,
+}
+"""Limits on live traffic where no file names any. A p95 takes hundreds of requests on each arm to
+fail, a median some dozens; a refusal or two is a client's slip, not a server's."""
+
+ENGINE_ERRORS = "max_engine_error_rate"
+VERIFIER_ERRORS = "max_verifier_errors"
+QUEUE = "max_queued"
+STALL = "max_stall_s"
+UNREACHABLE = "max_unreachable_s"
+PROTECTED = "max_protected_delay"
+
+OWN_RULES: dict[str, str] = {
+    ENGINE_ERRORS: "Server errors, broken streams and lost connections of the speculative arm.",
+    VERIFIER_ERRORS: "Answers whose counts of drafted and accepted tokens cannot be.",
+    QUEUE: "Requests waiting in the speculative server's queue, longer than `queued_for_s`.",
+    STALL: "Requests running on the speculative server and not one token coming, seconds.",
+    UNREACHABLE: "The speculative server's /metrics not answering while target-only's does.",
+}
+"""Rules of the live guard beside the guardrails; names are those of their settings."""
+
+COOL_DOWN = "cool_down"
+PROBATION = "probation"
+RESET = "reset"
+DISABLED = "disabled"
+"""What moves a route beside rules: time, a probation that went well, an operator."""
+
+_ENGINE_CLASSES = frozenset({"server_error", "stream_error", "bad_stream", "connection"})
+_DOES_NOT_ADD_UP = "speculation metrics do not add up"
+"""First words of a receipt's warning that its verifier's counts cannot be (see `client`)."""
+
+_RULE_SHARE, _OWN_SHARE = 0.8, 0.1
+"""Of a window's level: for the guardrails, and for each of the two rates of our own."""
+
+_PROBATION_RATE = 0.05
+"""A rate of errors that failed must be shown to be under this, or its limit where that is more:
+certifying 1 % on a small share of the traffic would take longer than finding out."""
+
+_LONGEST = 24
+"""Windows of slow traffic are closed after so many times their length, whatever they saw; after
+such a pause they begin anew."""
+
+_FAILED_SCRAPES = 3
+"""Tries without an answer before a server is said not to answer."""
+
+_KEEP = 1000
+"""Receipts that a window keeps for the notes of a finding."""
+
+_REFERENCE = 500
+"""Latencies of protected traffic without speculation that are kept as its control."""
+
+GRACE_NS = 1_000_000_000
+"""How late a receipt may be handed in after a scrape or a tick of the same moment, and still come
+before it."""
+
+DAY_S = 86_400.0
+
+
+# --- settings -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All that decides on a route, resolved: the guard's settings and the limits of its rules."""
+
+    config: FallbackConfig
+    limits: Mapping[str, RuleLimit]
+    acceptance: AcceptanceMethod = "betting"
+    floors: Mapping[str, Estimate] = field(default_factory=dict)
+    """A/A ratios by metric, see `guardrails.judge`."""
+    evidence: Literal["receipts", "metrics"] = "receipts"
+    """What the rules on requests are judged from; metrics only where nobody has receipts."""
+    protected_s: tuple[float, ...] = ()
+    """e2e of protected traffic without speculation, seconds: the control of its delay."""
+    unrepresentative: str = ""
+    """Why prompts are not the route's own; then only rules that hold on any workload count."""
+
+    @property
+    def alpha_fail(self) -> float:
+        """Level of failing of one window: half a window apart, a day's keep to the day's rate."""
+        if self.config.window_s is None:
+            return ALPHA_FAIL
+        return min(self.config.false_alarms_per_day * self.config.window_s / 2 / DAY_S, 0.1)
+
+    @property
+    def digest(self) -> str:
+        """Tagged digest of what decides; hooks are no part of it."""
+        return digest(
+            "fallback",
+            [
+                self.config.model_dump(mode="json"),
+                {n: [x.limit, x.min_n, x.counted] for n, x in self.limits.items()},
+                self.acceptance,
+                {name: [e.low, e.high, e.n] for name, e in self.floors.items()},
+                self.evidence,
+                list(self.protected_s),
+                self.unrepresentative,
+            ],
+        )
+
+
+def settings_of(rollout: Rollout, rules: Guardrails, route: str, **more: Any) -> Settings:
+    """The settings of a route: its guardrails, overlaid with `fallback.limits` of the rollout.
+
+    Rules that ask whether speculation pays turn nothing off, rules in dry run neither. `more` goes
+    to `Settings`.
+    """
+    own = rollout.fallback.limits.model_dump(exclude_none=True)
+    merged = {name: RuleLimit(limit) for name, limit in LIVE_LIMITS.items()}
+    merged |= rule_limits(rules, route)
+    merged |= {name: RuleLimit(limit) for name, limit in own.items()}
+    live = {
+        name: limit
+        for name, limit in merged.items()
+        if limit.counted
+        and (Stage.CANARY in RULES[name].stages or name == PROTECTED)
+        and not RULES[name].pays
+        and name != "max_fallback_rate"  # what the guard does is no evidence for it
+    }
+    return Settings(rollout.fallback, live, rollout.canary.acceptance_method, **more)
+
+
+def sticky(config: FallbackConfig, unrepresentative: str = "") -> Settings:
+    """Settings of a canary: its first failure turns the route off, and no window is ever closed.
+
+    The monitors, with their limits and levels, are the canary's own.
+    """
+    return Settings(
+        config.model_copy(
+            update={
+                "window_s": None,
+                "min_requests": 1,
+                "most_fallbacks": 0,
+                "max_engine_error_rate": None,
+                "max_verifier_errors": None,
+            }
+        ),
+        {},
+        unrepresentative=unrepresentative,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One scrape of one arm's server; one that failed holds the reason (`failed_scrape`)."""
+
+    arm: Arm
+    snapshot: Snapshot
+
+
+# --- evidence -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A rule that is beyond its limit, with the evidence."""
+
+    rule: str
+    cohort: str
+    estimate: Estimate | None
+    limit: float | None
+    unit: str
+    n: int
+    why: str
+
+
+class Window:
+    """Evidence on the speculative arm since some moment: the monitors, and what is counted."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        route: str,
+        began_ns: int,
+        *,
+        watch: Monitors | None = None,
+        reference_s: Iterable[float] = (),
+    ) -> None:
+        self.began_ns = began_ns
+        self.speculative = 0
+        """Requests that the speculative arm served, or should have."""
+        self._settings = settings
+        self._failed: list[Monitor] = []
+        alpha = settings.alpha_fail
+        config = settings.config
+        rules = {name: limit for name, limit in settings.limits.items() if name != PROTECTED}
+        self.watch: Monitors | Scraped
+        if watch is not None:
+            self.watch = watch
+        elif settings.evidence == "receipts":
+            self.watch = Monitors(
+                route,
+                rules,
+                acceptance=settings.acceptance,
+                floors=settings.floors,
+                alpha_fail=_RULE_SHARE * alpha,
+                slices=("prompt", "temperature"),
+                keep=_KEEP,
+            )
+        else:
+            self.watch = Scraped(
+                route,
+                rules,
+                acceptance=settings.acceptance,
+                floors=settings.floors,
+                alpha_fail=_RULE_SHARE * alpha,
+            )
+        levels: stats.Levels = {"over": _OWN_SHARE * alpha, "under": measure.ALPHA}
+        self.engine_errors = (
+            None
+            if config.max_engine_error_rate is None
+            else stats.Rate(config.max_engine_error_rate, levels)
+        )
+        self.verifier_errors = (
+            None if config.max_verifier_errors is None else Count(config.max_verifier_errors)
+        )
+        self.protected: stats.QuantileRatio | None = None
+        if PROTECTED in settings.limits:
+            limit = 1 + settings.limits[PROTECTED].limit
+            self.protected = stats.QuantileRatio(limit, levels, p=0.5)
+            for value in reference_s:
+                self.protected.add(value, speculative=False)
+
+    def add(self, receipt: Receipt, *, share: float | None, late: str) -> None:
+        """Take in a finished request of the route."""
+        if not isinstance(self.watch, Monitors):
+            return
+        self._failed += self.watch.add(receipt, share=share, late=late)
+        counts = receipt.arm == Arm.SPECULATIVE and not (
+            receipt.kept_off or receipt.warm_up or receipt.priority == "protected"
+        )
+        if not counts:
+            return
+        self.speculative += 1
+        if self.engine_errors is not None and not (
+            measure.is_refused(receipt) or receipt.outcome == Outcome.CANCELLED
+        ):
+            self.engine_errors.add(event=receipt.error_class in _ENGINE_CLASSES)
+        if self.verifier_errors is not None and receipt.proposed_tokens is not None:
+            self.verifier_errors.add(
+                event=any(text.startswith(_DOES_NOT_ADD_UP) for text in receipt.warnings)
+            )
+
+    def add_protected(self, receipt: Receipt) -> None:
+        """Take in a request of protected traffic that was served beside speculation."""
+        value = measure.latency(receipt, "e2e")
+        if self.protected is not None and value:
+            self.protected.add(value, speculative=True)
+
+    def add_interval(self, arm: Arm, change: telemetry.Difference) -> None:
+        """Take in what an arm's counters did between two scrapes."""
+        if isinstance(self.watch, Scraped):
+            self._failed += self.watch.add(arm, change)
+            self.speculative = self.watch.speculative
+            if arm is Arm.SPECULATIVE and self.verifier_errors is not None:
+                drafted = change.total(telemetry.DRAFT_TOKENS)
+                accepted = change.total(telemetry.ACCEPTED_TOKENS)
+                if drafted is not None and accepted is not None:
+                    self.verifier_errors.add(event=accepted > drafted)
+
+    def failure(self) -> Failure | None:
+        """The rule that turns the route off, now; what is counted first, it needs no minimum."""
+        counted = self._counted_failure()
+        if counted is not None:
+            return counted
+        if self.speculative < self._settings.config.min_requests:
+            return None
+        broken = [m for m in self._failed if self._is_broken(m)]
+        if broken:
+            return self._of_monitor(broken[0])
+        errors = self.engine_errors
+        if errors is not None and errors.shows("over"):
+            limit = self._settings.config.max_engine_error_rate or 0.0
+            e = errors.estimate(measure.ALPHA)
+            why = (
+                f"engine errors {e.value:.3g} ({e.low:.3g} to {e.high:.3g}, n {e.n}) are over the"
+                f" limit of {limit:g} [{errors.events} of {errors.added} requests]"
+            )
+            return Failure(ENGINE_ERRORS, "", e, limit, "share", e.n, why)
+        if self.protected is not None and self.protected.shows("over"):
+            e = self.protected.estimate(measure.ALPHA)
+            limit = 1 + self._settings.limits[PROTECTED].limit
+            why = (
+                f"protected traffic's e2e p50 {e.value:.3g} times ({e.low:.3g} to {e.high:.3g},"
+                f" n {e.n}) what it is without speculation, over the limit of {limit:g}"
+            )
+            return Failure(PROTECTED, "", e, limit, "ratio", e.n, why)
+        return None
+
+    def _counted_failure(self) -> Failure | None:
+        for monitor in self._failed:
+            if monitor.rule.kind == "count" and self._is_broken(monitor):
+                return self._of_monitor(monitor)
+        wrong = self.verifier_errors
+        if wrong is None or not wrong.shows("over"):
+            return None
+        e, limit = (
+            wrong.estimate(measure.ALPHA),
+            float(self._settings.config.max_verifier_errors or 0),
+        )
+        why = (
+            f"{wrong.count} of {wrong.n} answers have counts of drafted and accepted tokens that"
+            f" cannot be, over the limit of {limit:g}"
+        )
+        return Failure(VERIFIER_ERRORS, "", e, limit, "count", e.n, why)
+
+    def _is_broken(self, monitor: Monitor) -> bool:
+        """Whether a failed rule turns speculation off. On random ids only wrong output does."""
+        rule = monitor.rule
+        return (
+            monitor.limit.counted
+            and not rule.pays
+            and (rule.any_workload or not self._settings.unrepresentative)
+        )
+
+    def _of_monitor(self, monitor: Monitor) -> Failure:
+        found = next(
+            f
+            for f in self.watch.judge()
+            if (f.rule, f.cohort) == (monitor.rule.name, monitor.cohort)
+        )
+        n = 0 if found.estimate is None else found.estimate.n
+        return Failure(
+            found.rule, found.cohort, found.estimate, found.limit, found.unit, n, found.why
+        )
+
+    def clears(self, rule: str, cohort: str) -> str:
+        """Why the rule that failed is shown to be within its limit again, or empty: not yet."""
+        if self.speculative < self._settings.config.probation_requests:
+            return ""
+        all_well = f"{self.speculative} speculative requests, and no rule failed"
+        if rule == ENGINE_ERRORS and self.engine_errors is not None:
+            limit = self._settings.config.max_engine_error_rate or 0.0
+            return self._clears_rate(rule, self.engine_errors, limit)
+        if rule == PROTECTED and self.protected is not None:
+            return (
+                f"{all_well}; {rule} is within its limit" if self.protected.shows("under") else ""
+            )
+        mine = [m for m in self.watch.monitors if m.rule.name == rule]
+        if not mine:
+            return all_well
+        monitor = next((m for m in mine if m.cohort == cohort), mine[0])
+        if isinstance(monitor.process, stats.Rate):
+            limit = monitor.rule.metric_limit(monitor.limit.limit)
+            return self._clears_rate(rule, monitor.process, limit)
+        if monitor.verdict is not Verdict.PASS:
+            return ""
+        return f"{all_well}; {rule} is within its limit again, n {monitor.n}"
+
+    def _clears_rate(self, rule: str, rate: stats.Rate, limit: float) -> str:
+        limit = max(limit, _PROBATION_RATE)
+        shown = float(stats.rate_under(rate.events, rate.added, limit))
+        if shown < stats.log_odds_against(measure.ALPHA):
+            return ""
+        return f"{rule}: {rate.events} of {rate.added} requests, certain to be under {limit:.3g}"
+
+
+@dataclass
+class _Server:
+    """What the scrapes of one arm's server say, by gauges and by whether it answers."""
+
+    last: Snapshot | None = None
+    answered_ns: int | None = None
+    failing_ns: int | None = None
+    failures: int = 0
+    why: str = ""
+    stalled_ns: int | None = None
+    stalled_n: int = 0
+    queued_ns: int | None = None
+    queued: list[float] = field(default_factory=list)
+
+    def take(self, snapshot: Snapshot, at_ns: int, most_queued: int | None) -> None:
+        """One more scrape."""
+        failure = snapshot.failure
+        if failure is not None:
+            self.failing_ns = at_ns if self.failing_ns is None else self.failing_ns
+            self.failures += 1
+            self.why = failure
+            # What was running or waiting is not known any more.
+            self.last = self.stalled_ns = self.queued_ns = None
+            return
+        if self.last is not None:
+            stalled = telemetry.stalled_for_s([self.last, snapshot])
+            if not stalled:
+                self.stalled_ns = None
+            elif self.stalled_ns is None:
+                self.stalled_ns, self.stalled_n = self.answered_ns, 1
+            else:
+                self.stalled_n += 1
+        waiting = snapshot.total(telemetry.WAITING)
+        if waiting is None or most_queued is None or waiting <= most_queued:
+            self.queued_ns, self.queued = None, []
+        else:
+            self.queued_ns = at_ns if self.queued_ns is None else self.queued_ns
+            self.queued.append(waiting)
+        self.last, self.answered_ns = snapshot, at_ns
+        self.failing_ns, self.failures, self.why = None, 0, ""
+
+    def is_clear(self, most_queued: int | None) -> bool:
+        """Whether it answers, its tokens flow and its queue is down to half of the limit."""
+        waiting = None if self.last is None else self.last.total(telemetry.WAITING)
+        short = waiting is None or most_queued is None or waiting <= most_queued // 2
+        return self.failing_ns is None and self.stalled_ns is None and short
+
+
+# --- the machine --------------------------------------------------------------------------------
+
+
+class Machine:
+    """One route's live guard.
+
+    Every call takes the time in ns, on one clock with the receipts' own times, and gives back a
+    transition or None. A call may cause two (time had moved the route before the receipt came); the
+    second is handed out by the next call, with its own time. So call `tick` every second or so, and
+    again until it gives None: that is when scrapes are judged and when time moves the route. Time
+    that goes back is taken for no time at all.
+
+    Hand in every receipt of the route when it completes, at its `done_ns`, and every receipt of
+    protected traffic, whatever its route; others are ignored. `prompt_id` must name the prompt (a
+    digest will do), since an answer that is an exact copy of an earlier one is no new evidence.
+    """
+
+    def __init__(self, settings: Settings, route: str, *, watch: Monitors | None = None) -> None:
+        """Begin in state enabled, without evidence.
+
+        Args:
+            settings: see `settings_of`.
+            route: its name.
+            watch: monitors to use instead of windows of our own (a canary's).
+        """
+        self.settings = settings
+        self.route = route
+        self.state = RouteState.ENABLED
+        self.since_ns = 0
+        self.seq = 0
+        """Of the next transition."""
+        self._given = watch
+        self._now_ns = 0
+        self._fallbacks_ns: list[int] = []
+        self._blamed = ("", "")
+        self._clear_ns = 0
+        self._last_good_ns = -1
+        self._received_ns: int | None = None
+        self._reference_s: deque[float] = deque(settings.protected_s, maxlen=_REFERENCE)
+        self._held: list[tuple[int, str, Sample]] = []
+        self._servers = {arm: _Server() for arm in Arm}
+        self._windows: list[Window] = []
+        self._pending: deque[Transition] = deque()
+
+    @classmethod
+    def restore(cls, settings: Settings, route: str, rows: Iterable[Transition]) -> Machine:
+        """A machine in the state that its transitions led to; evidence begins from nothing.
+
+        Rows are those of the route, in order, with times on the clock of the calls to come (see
+        `on_clock`).
+        """
+        machine = cls(settings, route)
+        for row in rows:
+            machine._apply(row)
+        return machine
+
+    @property
+    def share(self) -> float:
+        """Of the eligible traffic that may speculate now: 1, 0, or that of a probation.
+
+        A control arm is the caller's to keep: without target-only receipts of the route, times are
+        not judged.
+        """
+        return _share(self.state, self.settings.config)
+
+    @property
+    def windows(self) -> Sequence[Window]:
+        """Those that collect evidence now, the oldest first; none while nothing speculates."""
+        return tuple(self._windows)
+
+    @property
+    def due_ns(self) -> int | None:
+        """When time alone will move the route; None where it will not."""
+        config = self.settings.config
+        if self.state is RouteState.FELL_BACK:
+            doubled = config.cool_down_s * 2.0 ** max(len(self._fallbacks_ns) - 1, 0)
+            return self.since_ns + round(1e9 * min(doubled, config.period_s))
+        if self.state is RouteState.PROBATION:
+            return self.since_ns + round(1e9 * config.probation_most_s)
+        return None
+
+    @property
+    def fallbacks(self) -> int:
+        """Fallbacks that count, within the period that ends now."""
+        return len(self._recent(self._now_ns))
+
+    def observe(
+        self, receipt: Receipt, at: int, *, share: float | None = None, late: str = ""
+    ) -> Transition | None:
+        """Take in a finished request.
+
+        `share` and `late` as for `Monitors.add`: the planned share of the speculative arm where a
+        draw assigned it, and why our own client was too late to time it.
+        """
+        at = self._advance(at)
+        self._take(receipt, at, share, late)
+        self._look(at)
+        return self._next()
+
+    def telemetry(self, sample: Sample, at: int) -> Transition | None:
+        """Take in a scrape of one arm's server, judged when later receipts or ticks come.
+
+        Series that are not there are no evidence.
+        """
+        insort(self._held, (max(at, self._now_ns), sample.arm, sample), key=lambda held: held[:2])
+        return self._next()
+
+    def tick(self, at: int) -> Transition | None:
+        """Let time pass; the transition that was due, or that another call left over."""
+        self._advance(at - GRACE_NS)
+        return self._next()
+
+    def reset(self, at: int, who: str) -> Transition | None:
+        """An operator lets the route speculate again, on probation first; None if it does already.
+
+        Its fallbacks are forgotten, its evidence begins from nothing.
+        """
+        at = self._advance(at)
+        if self.state in (RouteState.FELL_BACK, RouteState.OFF):
+            why = f"{who} lets it be tried again; it was {_WORDS[self.state]}: {self._last_rule()}"
+            self._go(RouteState.PROBATION, RESET, why, at, who=who)
+        return self._next()
+
+    def disable(self, at: int, who: str) -> Transition | None:
+        """An operator turns the route off until it is reset; None if it is off already."""
+        at = self._advance(at)
+        if self.state is not RouteState.OFF:
+            self._go(RouteState.OFF, DISABLED, f"{who} turned speculation off", at, who=who)
+        return self._next()
+
+    # --- taking in ------------------------------------------------------------------------------
+
+    def _take(self, receipt: Receipt, at: int, share: float | None, late: str) -> None:
+        if receipt.priority == "protected":
+            if self.share > 0:
+                for window in self._open(at):
+                    window.add_protected(receipt)
+            elif (value := measure.latency(receipt, "e2e")) is not None:
+                self._reference_s.append(value)
+            return
+        if receipt.route != self.route or self.share == 0:
+            return
+        if receipt.scheduled_ns < self.since_ns and self.seq > 0:
+            return  # sent under the state before
+        if receipt.arm == Arm.SPECULATIVE and receipt.outcome == Outcome.OK:
+            self._last_good_ns = at
+        if self.state is RouteState.ENABLED and self._given is None:
+            self._renew(at)
+        for window in self._open(at):
+            window.add(receipt, share=share, late=late)
+        self._received_ns = at
+
+    def _take_sample(self, sample: Sample, at: int) -> None:
+        server = self._servers[sample.arm]
+        before = server.last
+        was_clear = self._is_clear()
+        server.take(sample.snapshot, at, self.settings.config.max_queued)
+        if not was_clear and self._is_clear():
+            self._clear_ns = at
+        if self.settings.evidence == "metrics" and before is not None and server.last is not None:
+            change = telemetry.difference(before, server.last)
+            if change.resets:  # another process answers: what was seen is of the one before
+                self._windows = []
+            else:
+                if self.state is RouteState.ENABLED:
+                    self._renew(at)
+                for window in self._open(at):
+                    window.add_interval(sample.arm, change)
+                self._received_ns = at
+        self._look_at_servers(at)
+        self._look(at)
+
+    def _open(self, at: int) -> list[Window]:
+        """The windows that take evidence in, the first one begun; none while nothing speculates."""
+        if self.share > 0 and not self._windows:
+            self._windows = [self._new_window(at)]
+        return self._windows
+
+    def _new_window(self, at: int) -> Window:
+        watch, self._given = self._given, None
+        return Window(self.settings, self.route, at, watch=watch, reference_s=self._reference_s)
+
+    def _renew(self, at: int) -> None:
+        """Begin a window each half length, and close the one before the last."""
+        config = self.settings.config
+        if config.window_s is None or not self._windows:
+            return
+        longest = _LONGEST * config.window_s
+        if self._received_ns is not None and at - self._received_ns >= 1e9 * longest:
+            self._windows = []
+            return
+        young = self._windows[-1]
+        age_s = (at - young.began_ns) / 1e9
+        is_full = young.speculative >= config.window_requests or age_s >= longest
+        if age_s >= config.window_s / 2 and is_full:
+            self._windows = [young, self._new_window(at)]
+
+    # --- deciding -------------------------------------------------------------------------------
+
+    def _look(self, at: int) -> None:
+        """Whether the evidence moves the route."""
+        for window in self._windows:
+            failure = window.failure()
+            if failure is not None:
+                self._fall_back(failure, at, window.began_ns)
+                return
+        if self.state is RouteState.PROBATION and self._windows and self._is_clear():
+            cleared = self._windows[0].clears(*self._blamed)
+            if cleared:
+                self._go(RouteState.ENABLED, PROBATION, cleared, at)
+
+    def _look_at_servers(self, at: int) -> None:
+        if self.share == 0:
+            return
+        mine, control = self._servers[Arm.SPECULATIVE], self._servers[Arm.TARGET_ONLY]
+        config = self.settings.config
+        beside = "; target-only does not" if control.answered_ns is not None else ""
+
+        def held(since: int | None, limit_s: float | None) -> float | None:
+            """Seconds that something has lasted, if longer than its limit."""
+            if since is None or limit_s is None or at - since < 1e9 * limit_s:
+                return None
+            return (at - since) / 1e9
+
+        lasted = held(mine.failing_ns, config.max_unreachable_s)
+        if (
+            lasted is not None
+            and mine.failing_ns is not None
+            and mine.failures >= _FAILED_SCRAPES
+            and mine.answered_ns is not None
+            and control.failing_ns is None
+            and (control.answered_ns or 0) >= mine.failing_ns
+            and self._last_good_ns < mine.failing_ns
+        ):
+            why = (
+                f"the speculative server has not answered for {lasted:.3g} s and {mine.failures}"
+                f" tries, over the limit of {config.max_unreachable_s:g} s, and no request"
+                f" completed meanwhile; target-only answers [{mine.why}]"
+            )
+            self._fall_exactly(UNREACHABLE, lasted, mine.failures, why, at, mine.failing_ns)
+            return
+        lasted = held(mine.stalled_ns, config.max_stall_s)
+        if lasted is not None and mine.stalled_n >= 2 and control.stalled_ns is None:
+            why = (
+                f"requests run on the speculative server and no token has come for {lasted:.3g} s,"
+                f" over the limit of {config.max_stall_s:g} s{beside}"
+            )
+            self._fall_exactly(STALL, lasted, mine.stalled_n + 1, why, at, mine.stalled_ns)
+            return
+        lasted = held(mine.queued_ns, config.queued_for_s)
+        if lasted is not None and control.queued_ns is None:
+            low, high, n = min(mine.queued), max(mine.queued), len(mine.queued)
+            e = Estimate(mine.queued[-1], low, high, n, _EXACT, 0.0)
+            why = (
+                f"{e.value:g} requests wait on the speculative server ({low:g} to {high:g}, n {n}"
+                f" scrapes in {lasted:.3g} s), over the limit of {config.max_queued}{beside}"
+            )
+            limit = float(config.max_queued or 0)
+            failure = Failure(QUEUE, "", e, limit, "requests", n, why)
+            self._fall_back(failure, at, mine.queued_ns)
+
+    def _fall_exactly(
+        self, rule: str, lasted_s: float, n: int, why: str, at: int, began_ns: int | None
+    ) -> None:
+        e = Estimate(lasted_s, lasted_s, lasted_s, n, _EXACT, 0.0)
+        limit = float(getattr(self.settings.config, rule))
+        self._fall_back(Failure(rule, "", e, limit, "s", n, why), at, began_ns)
+
+    def _fall_back(self, failure: Failure, at: int, began_ns: int | None) -> None:
+        config = self.settings.config
+        count = len(self._recent(at)) + 1
+        after = RouteState.OFF if count > config.most_fallbacks else RouteState.FELL_BACK
+        why = failure.why
+        if after is RouteState.OFF and config.most_fallbacks:
+            why += (
+                f"; fallback {count} within {config.period_s:g} s, more than"
+                f" {config.most_fallbacks}, so it stays off until an operator resets it"
+            )
+        self._go(after, failure.rule, why, at, failure=failure, began_ns=began_ns)
+
+    def _recent(self, at: int) -> list[int]:
+        period_ns = 1e9 * self.settings.config.period_s
+        return [ns for ns in self._fallbacks_ns if at - ns < period_ns]
+
+    def _advance(self, until: int) -> int:
+        """Go on to a time, through all that comes before it; the time, never an earlier one."""
+        while self._held and self._held[0][0] < until:
+            at, _, sample = self._held.pop(0)
+            self._pass(at)
+            self._take_sample(sample, at)
+            self._pass(at)
+        self._pass(until)
+        return self._now_ns
+
+    def _pass(self, until: int) -> None:
+        """Let time pass, and move the route where it was due."""
+        self._now_ns = max(self._now_ns, until)
+        while (due := self._due()) is not None and due <= self._now_ns:
+            if self.state is RouteState.FELL_BACK:
+                why = f"{(due - self.since_ns) / 1e9:g} s after it fell back"
+                self._go(RouteState.PROBATION, COOL_DOWN, why, due)
+            else:
+                rule, cohort = self._blamed
+                why = (
+                    f"a probation of {self.settings.config.probation_most_s:g} s did not show that"
+                    f" {rule or 'it'} is within its limit"
+                )
+                undecided = Failure(PROBATION, cohort, None, None, "", 0, why)
+                self._go(RouteState.FELL_BACK, PROBATION, why, due, failure=undecided)
+
+    def _due(self) -> int | None:
+        """When time moves the route: a server that is not well yet is waited for."""
+        due = self.due_ns
+        if due is None or self.state is RouteState.PROBATION:
+            return due
+        return max(due, self._clear_ns) if self._is_clear() else None
+
+    def _is_clear(self) -> bool:
+        return self._servers[Arm.SPECULATIVE].is_clear(self.settings.config.max_queued)
+
+    def _last_rule(self) -> str:
+        return self._blamed[0] or DISABLED
+
+    # --- moving ---------------------------------------------------------------------------------
+
+    def _go(
+        self,
+        after: RouteState,
+        rule: str,
+        why: str,
+        at: int,
+        *,
+        failure: Failure | None = None,
+        began_ns: int | None = None,
+        who: str = "",
+    ) -> None:
+        is_fallback = failure is not None and rule != PROBATION
+        moved = Transition(
+            route=self.route,
+            seq=self.seq,
+            at_ns=at,
+            before=self.state,
+            after=after,
+            rule=rule,
+            cohort="" if failure is None else failure.cohort,
+            estimate=None if failure is None else failure.estimate,
+            limit=None if failure is None else failure.limit,
+            unit="" if failure is None else failure.unit,
+            window_s=None if began_ns is None else (at - began_ns) / 1e9,
+            n=0 if failure is None else failure.n,
+            share=_share(after, self.settings.config),
+            fallbacks=0 if rule == RESET else len(self._recent(at)) + is_fallback,
+            why=why,
+            who=who,
+        )
+        self._apply(moved)
+        self._pending.append(moved)
+
+    def _apply(self, moved: Transition) -> None:
+        """Be in the state that a transition led to."""
+        at = moved.at_ns
+        if moved.rule == RESET:
+            self._fallbacks_ns = []
+        elif moved.rule == DISABLED:
+            self._blamed = ("", "")
+        elif is_fallback(moved):
+            self._fallbacks_ns = [*self._recent(at), at]
+            self._blamed = (moved.rule, moved.cohort)
+        self._now_ns = max(self._now_ns, at)
+        self.state, self.since_ns, self.seq = moved.after, at, moved.seq + 1
+        self._windows = []
+        self._received_ns = None
+
+    def _next(self) -> Transition | None:
+        return self._pending.popleft() if self._pending else None
+
+
+_EXACT = "lowest and highest of consecutive scrapes"
+
+_WORDS = {
+    RouteState.ENABLED: "enabled",
+    RouteState.FELL_BACK: "fallen back",
+    RouteState.PROBATION: "on probation",
+    RouteState.OFF: "off",
+}
+
+
+def _share(state: RouteState, config: FallbackConfig) -> float:
+    if state is RouteState.ENABLED:
+        return 1.0
+    return config.probation_share if state is RouteState.PROBATION else 0.0
+
+
+def is_fallback(moved: Transition) -> bool:
+    """Whether a rule took speculation away: not time, not an operator."""
+    return moved.after in (RouteState.FELL_BACK, RouteState.OFF) and moved.rule not in (
+        PROBATION,
+        DISABLED,
+    )
+
+
+def on_clock(moved: Transition, wall_ns: int, *, now_wall_ns: int, now_ns: int) -> Transition:
+    """A kept transition on another clock, which the wall clock joins: for `Machine.restore`."""
+    return replace(moved, at_ns=now_ns - (now_wall_ns - wall_ns))
