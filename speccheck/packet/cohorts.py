@@ -13,7 +13,7 @@ from speccheck.packet.parts import interval, known, listed
 from speccheck.packet.settings import setting_lines
 from speccheck.packet.view import Figure, Mark, Missing
 
-LABEL_CHARS = 28
+LABEL_CHARS = 36
 """Longest cohort name in a chart; the row's number stands beside it."""
 
 NOT_TIMED = "nothing was timed on both arms"
@@ -127,7 +127,7 @@ def _matrix_chart(rows: Sequence[MatrixRow]) -> view.Chart | Missing:
         ratio = interval(row.e2e_ratio, "ratio", NOT_TIMED)
         if isinstance(ratio, Missing):
             continue
-        name = row.name.replace("concurrency ", "c ")
+        name = row.name.replace("concurrency ", "c ").replace("temperature ", "T ")
         name = name if len(name) <= LABEL_CHARS else f"{name[: LABEL_CHARS - 1]}…"
         tone = COHORT_MARKS[row.verdict].tone
         bars.append(Ratio(f"{name}  {number}", ratio.value, ratio.low, ratio.high, tone))
