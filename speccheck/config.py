@@ -7,6 +7,7 @@ file are relative to that file, so that a rollout can be run from anywhere.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -610,12 +611,32 @@ class Rollout(Model):
 
 
 def load_rollout(path: Path) -> Rollout:
-    """Read and check a rollout.yaml.
+    """Read and check a rollout.yaml; folders of models in it are taken from where the file is.
 
     Raises:
         UsageError: with file and line, for anything that is not as the model says.
     """
-    return load_model(path, Rollout)
+    loaded = load_model(path, Rollout)
+    if loaded.engine == "attached":
+        return loaded  # what those servers run is theirs to name
+    update: dict[str, Any] = {}
+    draft = loaded.speculation.get("model")
+    if isinstance(draft, str):
+        update["speculation"] = loaded.speculation | {"model": _model_beside(path, draft, loaded)}
+    if loaded.engine == "vllm":
+        target = _model_beside(path, loaded.vllm.target, loaded)
+        update["vllm"] = loaded.vllm.model_copy(update={"target": target})
+    else:
+        target = _model_beside(path, loaded.embedded.model, loaded)
+        update["embedded"] = loaded.embedded.model_copy(update={"model": target})
+    return loaded.model_copy(update=update)
+
+
+def _model_beside(path: Path, model: str, rollout: Rollout) -> str:
+    """A model's folder as an absolute path; a name that vLLM would look up stays as it is."""
+    folder = path.parent.absolute() / Path(model).expanduser()
+    is_name = rollout.engine == "vllm" and not (model.startswith((".", "~")) or folder.is_dir())
+    return model if model == PACKAGED or is_name else os.path.normpath(folder)
 
 
 def load_guardrails(path: Path, routes: tuple[Route, ...] = ()) -> Guardrails:

@@ -1,10 +1,10 @@
 """One run: opened, resumed, driven and closed.
 
-A run is named by a digest of everything that was decided before its first request: rollout, rules,
-corpus and seed. So the same command comes back to the same run and sends only what is missing,
-and a changed rule is another run. What is needed while it goes on (prompts per route, the two
-arms, the store, progress) is held here, so that a stage can be read as plan, drive, store,
-estimate, judge, decide.
+A run is named by a digest of everything that was decided before its first request: rollout (but for
+its expiry), rules, corpus and seed. So the same command comes back to the same run and sends only
+what is missing, and a changed rule is another run. What is needed while it goes on (prompts per
+route, the two arms, the store, progress) is held here, so that a stage can be read as plan, drive,
+store, estimate, judge, decide.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -459,8 +459,8 @@ def _check_embedded(path: Path, rollout: Rollout) -> None:
     ):
         if model not in (None, PACKAGED) and not Path(str(model)).is_dir():
             raise UsageError(
-                f"{path}: {where}: there is no folder {model} (looked for in {Path.cwd()}); give "
-                f"the folder of a model, or {PACKAGED!r}"
+                f"{path}: {where}: there is no folder {model}; give the folder of a model, "
+                f"relative to the file, or {PACKAGED!r}"
             )
 
 
@@ -560,7 +560,7 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
         raise StoreError(
             f"{out}: cannot be made ({error.strerror}); choose another --out"
         ) from None
-    config = {
+    config: dict[str, Any] = {
         # The live guard judges no stage: its settings may change without measuring anew.
         "rollout": rollout.model_dump(mode="json", exclude={"fallback"}),
         "guardrails": guardrails.model_dump(mode="json"),
@@ -570,7 +570,9 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
     if policy is not None:
         config["eligibility"] = policy.model_dump(mode="json", exclude_none=True)
     with store.Store.open(out / STORE_NAME) as opened:
-        identity = [config, corpus.digest]
+        # Until when decisions hold decides none of them: another date is the same run.
+        expires = config["rollout"]["expires"]
+        identity = [{**config, "rollout": config["rollout"] | {"expires": None}}, corpus.digest]
         known = {run.run_id for run in opened.runs()}
         generation = 0
         while digest("run", [*identity, generation + 1]) in known:
@@ -591,6 +593,7 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
             # The machine may have had an update since; another one is refused before it measures.
             machine = opened.run(run_id).config["machine"]
             begun = replace(begun, config={**begun.config, "machine": machine})
+            opened.put_expiry(run_id, expires)
         opened.begin_run(begun, wall_ns=now, clock_ns=time.perf_counter_ns(), boot=launch.boot_id())
         context = RunContext(path, rollout, guardrails, corpus, opened, run_id, out, report, policy)
         with context._stack:  # noqa: SLF001 (ours)

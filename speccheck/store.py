@@ -64,7 +64,7 @@ CREATE TABLE runs (
     seed BIGINT NOT NULL,              -- of every generator of the run
     corpus_digest VARCHAR NOT NULL,    -- of the prompts, in order
     rules_digest VARCHAR NOT NULL,     -- of guardrails, levels, minimum n and stopping rule
-    config VARCHAR NOT NULL            -- JSON: everything else the run was started with
+    config VARCHAR NOT NULL            -- JSON: all else it was started with; its expiry may change
 );
 
 -- One row per process that wrote to a run: joins its monotonic clock to the wall clock.
@@ -541,6 +541,19 @@ class Store:
             if first.boot in ("", boot) or not boot
             else (wall_ns - clock_ns) - (first.wall_ns - first.clock_ns)
         )
+
+    def put_expiry(self, run_id: str, expires: str | int | None) -> None:
+        """Until when the decisions of a run hold: the one thing in its rollout that may change.
+
+        Raises:
+            UsageError: there is no such run.
+        """
+        config = self.run(run_id).config
+        changed = {**config, "rollout": {**config["rollout"], "expires": expires}}
+        with self._writing() as connection:
+            connection.execute(
+                "UPDATE runs SET config = ? WHERE run_id = ?", [canonical_json(changed), run_id]
+            )
 
     def run_clock_ns(self, run_id: str, clock_ns: int) -> int:
         """A time of this process on the clock of the run, which is that of its first process.

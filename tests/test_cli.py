@@ -250,7 +250,7 @@ def test_the_fixture_refuses_lossy_algorithms(folder: Path, config: str, word: s
         ("tokens: 4", "tokens: four", "num_speculative_tokens is 'four'"),
         ("tokens: 4", "tokens: 16", "the embedded engine takes 1 to 15"),
         (", num_speculative_tokens: 4", "", "the embedded engine takes 1 to 15"),
-        ("model: packaged", "model: no/draft", "speculation.model: there is no folder no/draft"),
+        ("model: packaged", "model: no/draft", "no/draft; give the folder of a model"),
         ("warm_up: 1", "warm_up: 1\nembedded: {model: gone}", "embedded.model: there is no folder"),
         ("warm_up: 1", "warm_up: 1\nprotected_tasks: [suport]", "protected_tasks: the corpus has"),
         (

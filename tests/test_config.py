@@ -207,3 +207,29 @@ def test_another_expiry_is_an_error_with_its_line(tmp_path: Path, text: str) -> 
     """Never a default, never a traceback."""
     with pytest.raises(UsageError, match=r"rollout.yaml:2: expires"):
         load_rollout(expiring(tmp_path, text))
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_a_model_folder_is_looked_for_beside_the_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """Wherever the command is run from; what vLLM would look up by name stays a name."""
+    rollout = tmp_path / "chat" / "rollout.yaml"
+    for model in ("pair/draft", "target"):
+        (rollout.parent / model).mkdir(parents=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    blocks = {"embedded": "embedded: {model: ../chat/target}", "vllm": "vllm: {target: target}"}
+    write(
+        rollout,
+        f"name: x\nengine: {engine}\n{blocks[engine]}\nroutes: [{{name: a}}]\n"
+        "speculation: {method: draft_model, model: pair/draft, num_speculative_tokens: 2}\n",
+    )
+    loaded = load_rollout(rollout)
+    target = loaded.embedded.model if engine == "embedded" else loaded.vllm.target
+    assert Path(target) == rollout.parent / "target"
+    assert Path(loaded.speculation["model"]) == rollout.parent / "pair" / "draft"
+    if engine == "vllm":
+        write(rollout, rollout.read_text().replace("pair/draft", "acme/draft"))
+        assert load_rollout(rollout).speculation["model"] == "acme/draft"

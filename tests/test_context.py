@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import duckdb
 import pytest
 from attached_pair import attached_pair
 
-from speccheck import context, launch
+from speccheck import context, launch, revisit
 from speccheck.console import Reporter
 from speccheck.errors import UsageError
 
@@ -60,3 +62,17 @@ def test_a_run_row_that_says_something_else_is_refused(tmp_path):
             connection.execute("UPDATE runs SET rules_digest = 'rules:other'")
         with pytest.raises(UsageError, match="begun with another rules_digest"), opened(pair):
             pass
+
+
+def test_another_expiry_is_the_same_run(tmp_path):
+    """Until when a decision holds changes nothing that was measured; the newest date is told."""
+    with attached_pair(tmp_path) as pair:
+        data = json.loads(pair.rollout.read_text(encoding="utf-8"))
+        for expires, said in ((None, "something"), (30, "20"), ("2031-01-02", "2031-01-02")):
+            pair.rollout.write_text(json.dumps(data | {"expires": expires}), encoding="utf-8")
+            with opened(pair) as run:
+                (only,) = run.store.runs()
+                assert revisit.validity(only).startswith(said)
+        pair.rollout.write_text(json.dumps(data | {"seed": 77}), encoding="utf-8")
+        with opened(pair) as run:
+            assert len(run.store.runs()) == 2
