@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from speccheck import __version__, eligibility, launch, store, telemetry, vllm
+from speccheck import __version__, client, eligibility, launch, store, telemetry, vllm
 from speccheck.config import (
     PACKAGED,
     Guardrails,
@@ -47,6 +47,10 @@ POLICED = (Stage.REPLAY, *LIVE)
 """Stages whose receipts say what it decides."""
 PROTECTED = "protected"
 """Name of the class of traffic that speculation must never delay; no route may be called so."""
+
+
+_WATCH_EVERY_S = 2.0
+"""Between two looks at what servers run while live traffic is driven; a stall lasts ten of them."""
 
 
 class Reporter(Protocol):
@@ -213,19 +217,20 @@ class RunContext:
             endpoints: Mapping[Arm, Endpoint],
         ) -> tuple[DriveReport, dict[Arm, telemetry.Counted | str]]:
             before = await self._scrape()
-            report = await drive(
-                left,
-                endpoints,
-                clock=MonotonicClock(),
-                run_id=self.run_id,
-                write=write,
-                on_receipt=finished,
-                should_send=decided,
-                is_enough=is_enough,
-                give_up_after=give_up_after,
-                limits=self.rollout.client_limits,
-            )
-            return report, _counted(before, await self._scrape())
+            async with self._watching(tuple(Arm) if stages <= set(LIVE) else ()) as watched:
+                report = await drive(
+                    left,
+                    endpoints,
+                    clock=MonotonicClock(),
+                    run_id=self.run_id,
+                    write=write,
+                    on_receipt=finished,
+                    should_send=decided,
+                    is_enough=is_enough,
+                    give_up_after=give_up_after,
+                    limits=self.rollout.client_limits,
+                )
+            return report, _counted(before, await self._scrape(), watched)
 
         with self.report.phase(label, len(left)):
             if not left:
@@ -252,6 +257,39 @@ class RunContext:
             now_ns=time.perf_counter_ns,
             api_key=pair.api_key,
         )
+
+    @asynccontextmanager
+    async def _watching(
+        self, arms: Sequence[Arm]
+    ) -> AsyncIterator[Mapping[Arm, list[telemetry.Snapshot]]]:
+        """Running requests and tokens of the arms' servers, scraped for the length of the block.
+
+        A scrape that fails is a hole: that servers have no /metrics is said elsewhere.
+        """
+        found: dict[Arm, list[telemetry.Snapshot]] = {arm: [] for arm in arms}
+        pair = self.arms()
+        async with client.open_session() as session:
+            tasks = [
+                asyncio.create_task(
+                    telemetry.sample(
+                        session,
+                        pair[arm].url,
+                        now_ns=time.perf_counter_ns,
+                        interval_s=_WATCH_EVERY_S,
+                        on_sample=seen.append,
+                        on_failure=lambda _: None,
+                        names=telemetry.STALLING,
+                        api_key=pair.api_key,
+                    )
+                )
+                for arm, seen in found.items()
+            ]
+            try:
+                yield found
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
 
     def _enforce_policy(
         self, plan: Sequence[PlannedRequest]
@@ -324,7 +362,9 @@ class RunContext:
 
 
 def _counted(
-    before: Mapping[Arm, telemetry.Snapshot | str], after: Mapping[Arm, telemetry.Snapshot | str]
+    before: Mapping[Arm, telemetry.Snapshot | str],
+    after: Mapping[Arm, telemetry.Snapshot | str],
+    watched: Mapping[Arm, Sequence[telemetry.Snapshot]],
 ) -> dict[Arm, telemetry.Counted | str]:
     """Per arm what its server counted between two scrapes, or why one of them failed."""
     found: dict[Arm, telemetry.Counted | str] = {}
@@ -333,7 +373,10 @@ def _counted(
         if isinstance(first, str) or isinstance(last, str):
             found[arm] = first if isinstance(first, str) else str(last)
         else:
-            found[arm] = telemetry.counted(telemetry.difference(first, last))
+            found[arm] = replace(
+                telemetry.counted(telemetry.difference(first, last)),
+                longest_stall_s=telemetry.longest_stall_s(watched.get(arm, ())),
+            )
     return found
 
 

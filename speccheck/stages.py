@@ -301,7 +301,13 @@ def shadow_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
             *measure.measure_route(receipts, stage=Stage.SHADOW, route=route.name, rng=rng),
             *(replace(m, route=route.name) for m in protected),
         ]
-        _judge_route(run, judged, Stage.SHADOW, route.name, measured)
+        hung = tally.stalls(
+            run.store.drives(run.run_id, Stage.SHADOW),
+            run.rollout.fallback.max_stall_s,
+            stage=Stage.SHADOW,
+            route=route.name,
+        )
+        _judge_route(run, judged, Stage.SHADOW, route.name, measured, beside=hung)
     delay = next((f for f in judged.findings if f.rule == "max_protected_delay"), None)
     judged.evidence = shadow.evidence(
         run, receipts, protected, delay, shadow.latency_floors(run.store, run.run_id)
@@ -518,9 +524,10 @@ def _judge_route(
     measured: Sequence[Measurement],
     *,
     excluded: Sequence[Measurement] = (),
+    beside: Sequence[Finding] = (),
 ) -> None:
     """Findings and decision of one route, added to what the stage found."""
-    findings, made = _conclude(run, stage, route, measured, excluded=excluded)
+    findings, made = _conclude(run, stage, route, measured, excluded=excluded, beside=beside)
     judged.measurements += measured
     judged.findings += findings
     judged.decisions.append(made)

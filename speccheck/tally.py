@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from speccheck import measure, stats, telemetry
-from speccheck.records import Arm, Measurement, Outcome, Receipt
+from speccheck.records import Arm, Finding, Measurement, Outcome, Receipt, Verdict
 from speccheck.store import DriveRecord
 from speccheck.telemetry import Counted
 
@@ -188,6 +188,41 @@ def histogram_note(counters: Mapping[str, Mapping[str, Any]]) -> str:
         f"by the servers' histograms TPOT p95 is {place} on both arms, in one bucket: they cannot "
         "tell a change, receipts decide (vLLM: --custom-histogram-buckets for finer ones)"
     )
+
+
+STALL = "max_stall_s"
+"""Finding about requests that ran while no token came: that of the live guard, by its setting."""
+
+
+def stalls(
+    drives: Sequence[DriveRecord], limit_s: float | None, *, stage: str, route: str
+) -> list[Finding]:
+    """A failure where the speculative server hung: requests ran, and for longer than `limit_s` no
+    token came. Where target-only hung as well, while both were driven, it is not speculation's own.
+
+    Nothing where it is not judged (no limit), or not known (no /metrics).
+    """
+    found = []
+    for drive in drives:
+        lasted, beside = (
+            _longest_stall_s(drive, arm) for arm in (Arm.SPECULATIVE, Arm.TARGET_ONLY)
+        )
+        if route not in drive.routes or limit_s is None or lasted is None or lasted <= limit_s:
+            continue
+        alone = beside is None or beside <= limit_s
+        why = (
+            f"requests ran on the speculative server for {lasted:.3g} s without one token coming,"
+            f" over the limit of {limit_s:g} s"
+        )
+        why += "" if beside is None else f"; the longest on target-only was {beside:.3g} s"
+        verdict = Verdict.FAIL if alone else Verdict.ERROR
+        found.append(Finding(STALL, verdict, route, "", stage, None, limit_s, "seconds", why))
+    return sorted(found, key=lambda f: -f.verdict)[:1]
+
+
+def _longest_stall_s(drive: DriveRecord, arm: Arm) -> float | None:
+    counted = drive.counters.get(arm)
+    return counted.longest_stall_s if isinstance(counted, Counted) else None
 
 
 def with_counters(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -63,6 +63,9 @@ GUARDED = (
     *(f"{name.removesuffix('_total')}_created" for name in (GENERATION_TOKENS, FINISHED)),
 )
 """What the live guard reads: the same, the means of two times, and what tells a restart."""
+
+STALLING = (RUNNING, GENERATION_TOKENS)
+"""What tells that requests run and no token comes."""
 
 FAILED = "speccheck:scrape_failed"
 """Series of a scrape that failed, with the reason as its label, so that it can be kept as well."""
@@ -168,6 +171,8 @@ class Counted:
     tpot_buckets: Mapping[str, int]
     resets: tuple[str, ...]
     """Engines that restarted: what they counted before is lost."""
+    longest_stall_s: float | None = None
+    """Longest time in which requests ran and no token came; None where nobody looked."""
 
 
 # --- scraping -----------------------------------------------------------------------------------
@@ -362,6 +367,7 @@ def together(several: Sequence[Counted]) -> Counted:
         return {key: sum(getattr(one, name).get(key, 0) for one in several) for key in keys}
 
     positions = [one.accepted_per_position for one in several]
+    stalls = [one.longest_stall_s for one in several]
     return Counted(
         seconds=math.fsum(one.seconds for one in several),
         drafts=total("drafts"),
@@ -376,6 +382,7 @@ def together(several: Sequence[Counted]) -> Counted:
         finished=merged("finished"),
         tpot_buckets=merged("tpot_buckets"),
         resets=tuple(engine for one in several for engine in one.resets),
+        longest_stall_s=None if None in stalls else max(s for s in stalls if s is not None),
     )
 
 
@@ -386,6 +393,19 @@ def stalled_for_s(snapshots: Sequence[Snapshot]) -> float | None:
     a server without these series). A health check does not see this: a hung engine still
     answers 200.
     """
+    stalled_s = None
+    for stalled_s in _stalls(snapshots):  # noqa: B007 (the last one is what is asked for)
+        pass
+    return stalled_s
+
+
+def longest_stall_s(snapshots: Sequence[Snapshot]) -> float | None:
+    """The longest such time up to any snapshot, seconds; None where it can be told at none."""
+    return max((s for s in _stalls(snapshots) if s is not None), default=None)
+
+
+def _stalls(snapshots: Sequence[Snapshot]) -> Iterator[float | None]:
+    """`stalled_for_s` at each snapshot from the second on."""
     stalled_s: float | None = None
     for earlier, later in itertools.pairwise(snapshots):
         tokens = difference(earlier, later).total(GENERATION_TOKENS)
@@ -396,7 +416,7 @@ def stalled_for_s(snapshots: Sequence[Snapshot]) -> float | None:
             stalled_s = (stalled_s or 0.0) + (later.taken_ns - earlier.taken_ns) / 1e9
         else:
             stalled_s = 0.0
-    return stalled_s
+        yield stalled_s
 
 
 def _is_counter(name: str) -> bool:

@@ -15,9 +15,9 @@ from scripted_server import answer
 from test_shadow import LOOSE
 from test_telemetry import counters, page, snapshot
 
-from speccheck import tally, telemetry
+from speccheck import context, tally, telemetry
 from speccheck.health import unknown_health
-from speccheck.records import Action, Arm, Measurement, Stage
+from speccheck.records import Action, Arm, Measurement, Stage, Verdict
 from speccheck.store import DriveRecord
 from speccheck.telemetry import (
     DRAFT_TOKENS,
@@ -217,6 +217,55 @@ def test_counters_judge_nothing_where_receipts_can():
     assert judged_by([drive(seen, completed=41)], [*receipts, known]) == UNKNOWN
     assert judged_by([drive("HTTP 404", completed=40)], receipts) == UNKNOWN
     assert judged_by([], receipts) == UNKNOWN
+
+
+# --- a server that hangs ------------------------------------------------------------------------
+
+
+def hung(speculative_s, target_s, routes=("chat",)):
+    """A drive in which requests ran so long without a token, per arm; None: not looked at."""
+    pages = [
+        replace(between({}, {"e0": counters(1, 4, 2)}), longest_stall_s=seconds)
+        for seconds in (speculative_s, target_s)
+    ]
+    return drive(pages[0], completed=40, routes=routes, target=pages[1])
+
+
+@pytest.mark.parametrize(
+    ("drives", "verdict"),
+    [
+        ([hung(21.0, 0.0)], Verdict.FAIL),
+        ([hung(21.0, None)], Verdict.FAIL),
+        ([hung(0.0, 0.0), hung(34.0, 2.0)], Verdict.FAIL),
+        ([hung(40.0, 41.0)], Verdict.ERROR),
+        ([hung(20.0, 0.0)], None),
+        ([hung(None, 30.0)], None),
+        ([hung(99.0, 0.0, routes=("other",))], None),
+        ([drive("HTTP 404", completed=40)], None),
+        ([], None),
+    ],
+)
+def test_a_server_that_hangs_is_a_failure_unless_both_do(drives, verdict):
+    """Requests run and no token comes for longer than the live guard's limit; unknown is no 0."""
+    found = tally.stalls(drives, 20.0, stage="shadow", route="chat")
+    assert [f.verdict for f in found] == ([] if verdict is None else [verdict])
+    assert tally.stalls(drives, None, stage="shadow", route="chat") == []
+
+
+@pytest.mark.parametrize(("running", "action"), [(1, Action.FALL_BACK), (0, None)])
+def test_shadow_looks_at_what_runs_while_it_sends(tmp_path, monkeypatch, running, action):
+    """A speculative server whose page says that requests run and never counts a token fails."""
+    monkeypatch.setattr(context, "_WATCH_EVERY_S", 0.01)
+    fallback = {"max_stall_s": 0.01}
+    with attached_pair(tmp_path, client_limits=LOOSE, fallback=fallback) as pair:
+        still = {telemetry.RUNNING: running, GENERATION_TOKENS: 5}
+        pair.servers[Arm.SPECULATIVE].metrics_text = page(e0=still)
+        (made,) = pair.run(Stage.SHADOW).decisions
+    found = [f for f in made.findings if f.rule == tally.STALL]
+    assert [f.verdict for f in found] == ([Verdict.FAIL] if action else [])
+    if action:
+        assert made.action is action
+        assert "without one token coming, over the limit of 0.01 s" in made.reason
 
 
 # --- in a stage ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from speccheck.telemetry import (
     Snapshot,
     counted,
     difference,
+    longest_stall_s,
     parse_metrics,
     spec_counters,
     stalled_for_s,
@@ -289,6 +290,15 @@ def series(*points: tuple[float, float | None, float | None]) -> list[Snapshot]:
 def test_a_stall_is_running_requests_without_tokens(points, seconds):
     """How long up to now; an idle server does not stall, an unknown one is not known."""
     assert stalled_for_s(series(*points)) == seconds
+
+
+def test_the_longest_stall_stands_after_tokens_flow_again():
+    """What was seen while requests were driven, wherever in it; unknown where nothing was."""
+    points = [(0, 5, 1), (2, 5, 1), (7, 5, 1), (8, 9, 1), (10, 9, 1), (11, 9, 0)]
+    assert longest_stall_s(series(*points)) == 7.0
+    assert longest_stall_s(series((0, 5, 1), (2, 6, 1))) == 0.0
+    assert longest_stall_s(series((0, None, 1), (2, None, 1))) is None
+    assert longest_stall_s([]) is None
 
 
 # --- what a drive counted -----------------------------------------------------------------------
