@@ -858,12 +858,13 @@ def parse_counts(
     """Counts of vLLM's `SpeculativeDecodingMetrics`, and which of its invariants are broken.
 
     Checked (VLLM.md 2.4): the histogram has k+1 entries, sums to the steps, and weighs to the
-    accepted tokens; accepted <= drafted <= steps * k; per-step lists sum to the totals; more than
-    one block (k) above what was delivered. Accepted + steps may exceed the tokens delivered by up
+    accepted tokens; drafted <= steps * k; per-step lists sum to the totals; more than one block (k)
+    above what was delivered. Accepted + steps may exceed the tokens delivered by up
     to one block: the last one is cut at a stop or at max_tokens, so equality is not asserted.
 
     Raises:
-        ValueError, TypeError, KeyError: for counts that are missing, negative or not whole.
+        ValueError, TypeError, KeyError: for counts that are missing, negative or not whole, and for
+            more accepted than drafted: an acceptance over 1 is none.
     """
     steps = _whole(raw["num_spec_steps"])
     accepted = _whole(raw["num_accepted_draft_tokens"])
@@ -881,7 +882,7 @@ def parse_counts(
         if weighed != accepted:
             broken.append(f"histogram weighs {weighed}, accepted are {accepted}")
     if accepted > proposed:
-        broken.append(f"accepted {accepted} of {proposed} drafted")
+        raise ValueError(f"accepted {accepted} of {proposed} drafted")
     if k is not None and proposed > steps * k:
         broken.append(f"drafted {proposed} in {steps} steps of at most {k}")
     per_step: dict[str, tuple[int, ...]] = {}

@@ -758,20 +758,16 @@ def acceptance_from_counters(
 ) -> Measurement:
     """Metric acceptance_rate from the server's own counters, where requests carry no counts.
 
-    Counter differences over the run, after resets were taken care of.
+    Counter differences over the run, after resets were taken care of. Nothing is estimated from
+    more accepted than drafted tokens.
     """
-    return Measurement(
-        "acceptance_rate",
-        stage,
-        route,
-        "",
-        stats.acceptance_from_totals(accepted, drafted, requests, alpha=ALPHA) if drafted else None,
-        f"{accepted} of {drafted} drafted tokens accepted, from the server's counters",
-        (),
-        tuple(
-            stats.acceptance_from_totals(accepted, drafted, requests, alpha=level)
-            for level in stats.FAIL_LEVELS
-        )
-        if drafted
-        else (),
+    note = f"{accepted} of {drafted} drafted tokens accepted, from the server's counters"
+    if accepted > drafted:
+        note += ", which cannot be"
+    if not 0 <= accepted <= drafted or not drafted:
+        return Measurement("acceptance_rate", stage, route, "", None, note)
+    estimate, *others = (
+        stats.acceptance_from_totals(accepted, drafted, requests, alpha=level)
+        for level in (ALPHA, *stats.FAIL_LEVELS)
     )
+    return Measurement("acceptance_rate", stage, route, "", estimate, note, (), tuple(others))

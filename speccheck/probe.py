@@ -168,14 +168,18 @@ def _gap_changes(
 
 
 def resolution(target: ArmDescription) -> float:
-    """The smallest noise floor that makes sense for the target's arithmetic, nats.
+    """The smallest noise floor that makes sense for the target's arithmetic, nats (STATS 3.3).
 
-    Two steps of bf16 for a top logit in [16, 32), where large models have theirs; 0 for other
-    arithmetic, and where the server does not say which it is.
+    Two steps of its numbers for a top logit in [16, 32), where large models have theirs. A server
+    that does not say what it computes in is taken for bf16, as most are: gaps that come out equal
+    twice on a handful of prompts do not make it exact. 0 for float32, whose own noise is measured.
     """
     config: Any = target.config.get("vllm_config") or {}
     dtype = str((config.get("model_config") or {}).get("dtype"))
-    return 2 * lossless.bf16_step(16.0) if "bfloat16" in dtype else 0.0
+    if "float32" in dtype:
+        return 0.0
+    fp16 = "float16" in dtype and "bfloat16" not in dtype
+    return 2 * lossless.bf16_step(16.0) / (8 if fp16 else 1)
 
 
 # --- rows ---------------------------------------------------------------------------------------

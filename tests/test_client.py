@@ -805,7 +805,6 @@ async def test_usage_that_does_not_add_up_is_a_warning():
         ({"acceptance_histogram": [1, 0, 2, 0, 1, 2, 6]}, "7 histogram entries for k=7"),
         ({"acceptance_histogram": [2, 0, 2, 0, 1, 2, 2, 4]}, "histogram sums to 13"),
         ({"num_accepted_draft_tokens": 57}, "histogram weighs 58, accepted are 57"),
-        ({"num_draft_tokens": 50}, "accepted 58 of 50 drafted"),
         ({"num_draft_tokens": 85}, "drafted 85 in 12 steps of at most 7"),
         ({"per_step_accepted": [1]}, "per_step_accepted has 1 steps"),
     ],
@@ -815,6 +814,12 @@ def test_each_invariant_of_the_metrics_is_checked(changes, words):
     counts, warnings = parse_counts({**T22, **changes}, 64)
     assert counts.verify_steps == 12
     assert any(words in warning for warning in warnings)
+
+
+def test_more_accepted_than_drafted_is_no_count():
+    """An acceptance of 116 % must not reach a rule; the receipt keeps the reason."""
+    with pytest.raises(ValueError, match="accepted 58 of 50 drafted"):
+        parse_counts({**T22, "num_draft_tokens": 50}, 64)
 
 
 def test_more_than_one_block_above_the_delivered_is_a_warning():

@@ -538,3 +538,11 @@ def test_an_empty_block_takes_its_neighbour_out(rng):
     (found,) = measure.measure_protected(receipts, stage="shadow", route="protected")
     assert found.estimate.n == 7
     assert found.estimate.value == pytest.approx(1.2)
+
+
+def test_counters_that_cannot_be_are_no_acceptance():
+    """More accepted than drafted (a reset that nobody saw) is said and estimated from nothing."""
+    made = measure.acceptance_from_counters(330, 300, 80, stage="shadow", route="chat")
+    assert (made.estimate, made.fail_estimates) == (None, ())
+    assert "330 of 300 drafted tokens accepted" in made.note
+    assert "cannot be" in made.note

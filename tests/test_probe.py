@@ -146,11 +146,12 @@ async def test_the_gap_at_a_divergence():
     [
         ({"vllm_config": {"model_config": {"dtype": "torch.bfloat16"}}}, 0.25),
         ({"vllm_config": {"model_config": {"dtype": "float32"}}}, 0.0),
-        ({}, 0.0),
+        ({"vllm_config": {"model_config": {"dtype": "torch.float16"}}}, 0.03125),
+        ({}, 0.25),
     ],
 )
-def test_the_floor_of_bf16_is_two_of_its_steps(config, nats):
-    """Where the server says that it computes in bf16."""
+def test_the_floor_is_two_steps_of_the_arithmetic(config, nats):
+    """Two steps of what the server says it computes in; of bf16 where it does not say."""
     assert probe.resolution(target("http://x", **config).description) == nats
 
 
