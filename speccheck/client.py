@@ -290,7 +290,7 @@ async def send(
     """
     body = request_body(model, request, extra=extra, omit=omit)
     payload = json.dumps(body).encode()
-    stream = _Stream(started_ns=time.perf_counter_ns())
+    stream = Stream(started_ns=time.perf_counter_ns())
     try:
         async with (
             asyncio.timeout(timeout_s),
@@ -303,12 +303,12 @@ async def send(
         ):
             stream.status = response.status
             if response.status != 200:
-                text = await _error_text(response)
-                stream.fail(*_refusal(response.status, text, body))
+                text = await error_text(response)
+                stream.fail(*refusal(response.status, text, body))
             elif not request.stream:
                 stream.take_whole(await response.read(), time.perf_counter_ns())
             elif response.content_type != "text/event-stream":
-                text = await _error_text(response)
+                text = await error_text(response)
                 stream.fail(
                     Outcome.ERROR,
                     "bad_stream",
@@ -518,12 +518,13 @@ class SseParser:
         for event in whole.split(b"\n\n"):
             if b"\n" not in event and event.startswith(b"data: "):
                 payloads.append(event[6:])
-            elif (payload := _event_data(event)) is not None:
+            elif (payload := event_data(event)) is not None:
                 payloads.append(payload)
         return payloads
 
 
-def _event_data(event: bytes) -> bytes | None:
+def event_data(event: bytes) -> bytes | None:
+    """The data of one event without its blank line; None where it has none (a comment)."""
     lines = [
         line[5:].removeprefix(b" ") if line.startswith(b"data:") else b""
         for line in event.removeprefix(b"\xef\xbb\xbf").split(b"\n")
@@ -532,7 +533,7 @@ def _event_data(event: bytes) -> bytes | None:
     return b"\n".join(lines) if lines else None
 
 
-async def _read_stream(content: aiohttp.StreamReader, stream: _Stream) -> None:
+async def _read_stream(content: aiohttp.StreamReader, stream: Stream) -> None:
     parser = SseParser()
     feed, take, now = parser.feed, stream.take, time.perf_counter_ns
     while data := await content.readany():
@@ -562,8 +563,8 @@ class _Choice:
 
 
 @dataclass(slots=True)
-class _Stream:
-    """Everything seen of one answer so far."""
+class Stream:
+    """Everything seen of one answer so far: chunks go in as they come, an observation comes out."""
 
     started_ns: int
     status: int | None = None
@@ -587,25 +588,30 @@ class _Stream:
     metrics: dict[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
 
-    def take(self, payload: bytes, at_ns: int) -> None:
-        """One event's data. The order of the tests follows how often each is true."""
+    def take(self, payload: bytes, at_ns: int) -> dict[str, Any] | None:
+        """One event's data, read; None for an error, the end, or what is no chunk.
+
+        The order of the tests follows how often each is true.
+        """
         if payload == b"[DONE]":
             self.is_done = True
-            return
+            return None
         try:
-            chunk = json.loads(payload.decode())
+            chunk: dict[str, Any] = json.loads(payload.decode())
             if error := chunk.get("error"):
                 self.fail(Outcome.ERROR, "stream_error", _message_of(error))
                 self.error = payload.decode()
-                return
+                return None
             if usage := chunk.get("usage"):
                 self.usage = dict(usage)
             if metrics := chunk.get("metrics"):
                 self.metrics = dict(metrics)
             for choice in chunk.get("choices") or ():
-                self._take_choice(chunk, choice, choice.get("delta") or {}, at_ns)
+                self._take_choice(chunk, choice, choice.get("delta") or _text_of(choice), at_ns)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as wrong:
             self.fail(Outcome.ERROR, "bad_stream", f"not a chat chunk: {_one_line(wrong)}")
+            return None
+        return chunk
 
     def take_whole(self, payload: bytes, at_ns: int) -> None:
         """The body of an answer that was not streamed: one time, that of its end."""
@@ -615,7 +621,8 @@ class _Stream:
             self.usage = dict(body.get("usage") or {}) or None
             self.metrics = dict(body.get("metrics") or {}) or None
             for choice in body["choices"]:
-                self._take_choice(body, choice, choice["message"], at_ns)
+                message = _text_of(choice) or choice["message"]
+                self._take_choice(body, choice, message, at_ns)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as wrong:
             self.fail(Outcome.ERROR, "bad_stream", f"not a chat answer: {_one_line(wrong)}")
 
@@ -674,7 +681,9 @@ class _Stream:
             stop = choice.get("stop_reason")
             into.stop_reason = None if stop is None else _clean(str(stop))
         if self.prompt_token_ids is None:
-            self.prompt_token_ids = _ids(chunk.get("prompt_token_ids"))
+            self.prompt_token_ids = _ids(
+                chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
+            )
 
     def fail(self, outcome: Outcome, error_class: str, message: str) -> None:
         """Note why the attempt failed; the first cause stands."""
@@ -789,7 +798,7 @@ class _Stream:
             return None
         error = json.loads(self.error)["error"]
         code = error.get("code") if isinstance(error, dict) else None
-        return _refusal(code, self.error, body) if code in (400, 422) else None
+        return refusal(code, self.error, body) if code in (400, 422) else None
 
     def _counts(
         self, request: PlannedRequest, body: Mapping[str, Any], completion_tokens: int | None
@@ -831,6 +840,11 @@ class _Stream:
         if stop is not None and not stop.lstrip("-").isdecimal():
             return "ended on a stop string, for which the engine sends no metrics"
         return "the server sent no per-request metrics"
+
+
+def _text_of(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """What /v1/completions says of a choice, in the words of a chat."""
+    return {"content": choice["text"]} if "text" in choice else {}
 
 
 def _calls(choice: _Choice) -> tuple[tuple[str, str], ...]:
@@ -1103,7 +1117,7 @@ def sampling_features(request: PlannedRequest) -> list[str]:
 # --- errors -------------------------------------------------------------------------------------
 
 
-async def _error_text(response: aiohttp.ClientResponse) -> str:
+async def error_text(response: aiohttp.ClientResponse) -> str:
     """At most 64 KiB of a body that explains a failure; where it is cut, the status must do."""
     try:
         raw = await response.content.read(2**16)
@@ -1112,7 +1126,7 @@ async def _error_text(response: aiohttp.ClientResponse) -> str:
     return raw.decode("utf-8", "replace")
 
 
-def _refusal(status: int, text: str, body: Mapping[str, Any]) -> tuple[Outcome, str, str]:
+def refusal(status: int, text: str, body: Mapping[str, Any]) -> tuple[Outcome, str, str]:
     """Outcome, class and message of a reply other than 200."""
     message = _message(text) or f"HTTP {status}"
     if 300 <= status < 400:

@@ -481,6 +481,73 @@ class SweepConfig(Model):
         return value
 
 
+HeaderName = Annotated[str, Field(pattern=r"^[A-Za-z0-9-]+$", max_length=64)]
+
+
+class GatewayLimits(Model):
+    """What a client of the gateway may send, and how much of it at once."""
+
+    max_body_bytes: Positive = 4 * 2**20
+    max_header_bytes: Positive = 32 * 2**10
+    max_in_flight: Positive = 1024
+    """Requests per worker; one more gets a 503."""
+
+
+class GatewayTimeouts(Model):
+    """Seconds."""
+
+    request_s: Seconds = 30.0
+    """For a client to send its head, and then its body."""
+    connect_s: Seconds = 5.0
+    first_byte_s: Seconds = 120.0
+    """From sending to the first chunk that carries output: queue and prefill."""
+    idle_s: Seconds = 30.0
+    """Between two chunks; a longer silence is a stall."""
+    total_s: Seconds = 900.0
+    """Of one request, hand-over included."""
+
+
+class MirrorConfig(Model):
+    """Copies of target-only traffic to the speculative arm, their output thrown away."""
+
+    share: Share = 0.0
+    max_in_flight: Positive = 4
+    """Per worker; what would be one more is left out and counted."""
+
+
+class GatewayConfig(Model):
+    """`speccheck gateway`: the two arms behind one OpenAI-compatible address."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65_535, strict=True)] = 8080
+    workers: Annotated[int, Field(ge=1, le=64, strict=True)] = 2
+    share: Share = 1.0
+    """Of the traffic that may speculate, how much does; the rest is its live control."""
+    shares: dict[str, Share] = {}
+    """The same for single routes."""
+    key_header: HeaderName = "x-speccheck-key"
+    """What the canary share is sticky to: the same key stays on its arm."""
+    hand_over: Literal["refuse", "join", "off"] = "refuse"
+    """When the speculative arm fails in mid-answer. refuse: it is continued on target-only, and
+    requests that could not be continued exactly do not speculate. join: they do, and end in an
+    error then. off: every such answer ends in an error."""
+    mirror: MirrorConfig = MirrorConfig()
+    limits: GatewayLimits = GatewayLimits()
+    timeouts: GatewayTimeouts = GatewayTimeouts()
+    store_prompts: Literal["off", "on"] = "off"
+    """on: messages and answers go into the texts table. They are your users' content."""
+    admin_token_env: str | None = None
+    """Environment variable with the bearer token of /speccheck/...; without it that is closed."""
+    receipts: Positive = 20_000
+    """Receipts that may wait for the store; what comes beyond is lost, and counted."""
+    flush_s: Seconds = 2.0
+    """How often they are written; the file is free for others in between."""
+
+    def share_of(self, route: str) -> float:
+        """The configured share of a route."""
+        return self.shares.get(route, self.share)
+
+
 class HealthLimits(Model):
     """When our own client was too late to time anything; past one of them its times are void.
 
@@ -557,6 +624,7 @@ class Rollout(Model):
     canary: CanaryConfig = CanaryConfig()
     fallback: FallbackConfig = FallbackConfig()
     sweep: SweepConfig = SweepConfig()
+    gateway: GatewayConfig = GatewayConfig()
     routes: tuple[Route, ...]
     protected_tasks: tuple[str, ...] | None = None
     """Tasks whose prompts are the protected traffic; None takes prompts of priority `protected`."""
@@ -602,6 +670,9 @@ class Rollout(Model):
         for name in names:
             if names.count(name) > 1:
                 raise ValueError(f"routes: {name!r} is defined twice")
+        for name in self.gateway.shares:
+            if name not in names:
+                raise ValueError(f"gateway.shares: no route is called {name!r}")
         return self
 
     @property

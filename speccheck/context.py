@@ -604,8 +604,8 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
             f"{out}: cannot be made ({error.strerror}); choose another --out"
         ) from None
     config: dict[str, Any] = {
-        # The live guard judges no stage: its settings may change without measuring anew.
-        "rollout": rollout.model_dump(mode="json", exclude={"fallback"}),
+        # What happens to live traffic changes nothing that a run measures.
+        "rollout": rollout.model_dump(mode="json", exclude={"fallback", "gateway"}),
         "guardrails": guardrails.model_dump(mode="json"),
         "speccheck": __version__,
         "fixture_table": _table_digest(path, rollout),

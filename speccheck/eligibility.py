@@ -185,11 +185,32 @@ class EligibilityRule(Model):
         return self
 
 
+class RouteRule(Model):
+    """Which route a live request is on that does not name its own."""
+
+    route: str
+    when: When
+
+    @field_validator("route")
+    @classmethod
+    def _known(cls, value: str, info: ValidationInfo) -> Any:
+        return (_check_known((value,), info, "routes") or (value,))[0]
+
+    @field_validator("when")
+    @classmethod
+    def _says_something(cls, value: When) -> When:
+        if value.route is not None:
+            raise ValueError("the route is what this rule finds; ask for something else")
+        return value
+
+
 class Eligibility(Model):
     """eligibility.yaml."""
 
     version: Literal[1] = 1
     rules: tuple[EligibilityRule, ...]
+    routes: tuple[RouteRule, ...] = ()
+    """Read by the gateway only; from the top, the first that surely matches."""
 
     @field_validator("rules")
     @classmethod
@@ -203,12 +224,16 @@ class Eligibility(Model):
     @property
     def digest(self) -> str:
         """Tagged digest of the rules; comments and layout are no part of it."""
-        return digest("eligibility", self.model_dump(mode="json", exclude_none=True))
+        said = self.model_dump(mode="json", exclude_none=True)
+        if not self.routes:  # policies without it keep the digest that they had before it existed
+            del said["routes"]
+        return digest("eligibility", said)
 
     @property
     def asks_for(self) -> frozenset[str]:
         """Names of the facts that its rules ask for."""
-        return frozenset(name for rule in self.rules for name in rule.when.conditions)
+        rules: tuple[EligibilityRule | RouteRule, ...] = (*self.rules, *self.routes)
+        return frozenset(name for rule in rules for name in rule.when.conditions)
 
 
 def load_eligibility(
@@ -313,7 +338,7 @@ def decide(policy: Eligibility, facts: Facts) -> Choice:
     """
     uncertain = ""
     for number, rule in enumerate(policy.rules, 1):
-        missing = _missing(rule, facts)
+        missing = _missing(rule.when, facts)
         if missing is None:
             continue
         if not missing:
@@ -327,10 +352,16 @@ def decide(policy: Eligibility, facts: Facts) -> Choice:
     return Choice("target_only", None, "", 0, uncertain or "no rule says speculate")
 
 
-def _missing(rule: EligibilityRule, facts: Facts) -> list[str] | None:
-    """Facts that a rule asks for and that are not known; None where it surely does not match."""
+def route_of(policy: Eligibility, facts: Facts) -> str | None:
+    """The route of a request that does not name its own; None where no rule surely matches."""
+    found = (rule.route for rule in policy.routes if _missing(rule.when, facts) == [])
+    return next(found, None)
+
+
+def _missing(when: When, facts: Facts) -> list[str] | None:
+    """Facts that are asked for and not known; None where the conditions surely do not hold."""
     missing = []
-    for name, condition in rule.when.conditions.items():
+    for name, condition in when.conditions.items():
         value = getattr(facts, name)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             missing.append(name)

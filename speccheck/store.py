@@ -535,8 +535,15 @@ class Store:
             connection.execute(
                 "INSERT INTO anchors VALUES (?, ?, ?, ?)", [run.run_id, wall_ns, clock_ns, boot]
             )
-        first = self.anchors(run.run_id)[0]
-        self._shifts[run.run_id] = (
+        self.resume_run(run.run_id, wall_ns=wall_ns, clock_ns=clock_ns, boot=boot)
+
+    def resume_run(self, run_id: str, *, wall_ns: int, clock_ns: int, boot: str = "") -> None:
+        """Go on in a run that this process has begun, in a store that was closed in between.
+
+        Arguments as for `begin_run`, which does this too.
+        """
+        first = self.anchors(run_id)[0]
+        self._shifts[run_id] = (
             0
             if first.boot in ("", boot) or not boot
             else (wall_ns - clock_ns) - (first.wall_ns - first.clock_ns)

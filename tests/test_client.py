@@ -132,7 +132,7 @@ async def test_ids_and_usage_that_differ_are_a_warning():
 
 def watched(*events: tuple[int, bytes]) -> Observation:
     """What the client makes of events that arrive at the given milliseconds."""
-    stream = client._Stream(started_ns=0)
+    stream = client.Stream(started_ns=0)
     stream.status = 200
     for at_ms, event in events:
         stream.take(event.removeprefix(b"data: ").strip(), at_ms * 1_000_000)
@@ -551,7 +551,7 @@ json_values = st.recursive(
 @given(st.lists(json_values, max_size=4), st.binary(max_size=20))
 def test_no_event_of_any_shape_raises(values, raw):
     """Whatever a server streams ends in an observation and a receipt."""
-    stream = client._Stream(started_ns=1)
+    stream = client.Stream(started_ns=1)
     stream.status = 200
     for payload in [json.dumps(value).encode() for value in values] + [raw, b"[DONE]"]:
         stream.take(payload, 2)

@@ -58,6 +58,7 @@ ORDER = [
     "charts",
     "packet",
     "context",
+    "gateway",
     "estimate",
     "revisit",
     "doctor",

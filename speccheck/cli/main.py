@@ -24,6 +24,7 @@ from speccheck.cli.canary import canary
 from speccheck.cli.data import corpus, receipts
 from speccheck.cli.doctor import doctor
 from speccheck.cli.estimate import estimate
+from speccheck.cli.gateway import gateway, route
 from speccheck.cli.policy import explain, matrix
 from speccheck.cli.probe import probe
 from speccheck.cli.review import judge, review
@@ -430,5 +431,7 @@ for _command in (
     matrix,
     explain,
     probe,
+    gateway,
+    route,
 ):
     cli.add_command(_command)

@@ -1,0 +1,157 @@
+"""Receipts on their way from the workers to the store: bounded everywhere, every loss counted.
+
+A worker writes lines into a socket; what the parent has not read yet waits in the worker's buffer,
+which has a limit. The parent keeps what the store has not taken yet in a queue with a limit, and
+opens the store only while it writes, so that others can read it in between. Whatever is full, a
+request never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from speccheck.errors import StoreError
+from speccheck.records import Answer, Receipt
+from speccheck.store import Store
+
+MOST_WAITING_BYTES = 4 << 20
+"""Of one worker, while the parent does not read."""
+_BATCH = 500
+
+Written = tuple[Receipt, Answer | None]
+
+
+class Outbox(Protocol):
+    """Where a worker's receipts go."""
+
+    def put(self, receipt: Receipt, answer: Answer | None) -> None:
+        """Take it or lose it, at once."""
+
+
+class SocketOutbox:
+    """The worker's end."""
+
+    def __init__(self, transport: asyncio.WriteTransport, lost: Callable[[int], None]) -> None:
+        """`lost` is told how many receipts did not fit."""
+        self._transport = transport
+        self._lost = lost
+
+    def put(self, receipt: Receipt, answer: Answer | None) -> None:
+        """Write it, or count it as lost where the parent is too far behind or gone."""
+        transport = self._transport
+        if transport.is_closing() or transport.get_write_buffer_size() > MOST_WAITING_BYTES:
+            self._lost(1)
+            return
+        transport.write(line_of(receipt, answer))
+
+
+def line_of(receipt: Receipt, answer: Answer | None) -> bytes:
+    """One receipt, and its answer, as a line."""
+    value = {"receipt": asdict(receipt), "answer": None if answer is None else asdict(answer)}
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def written_of(line: bytes) -> Written:
+    """What `line_of` wrote."""
+    value = json.loads(line)
+    receipt: dict[str, Any] = value["receipt"]
+    receipt["warnings"] = tuple(receipt["warnings"])
+    if receipt["acceptance_histogram"] is not None:
+        receipt["acceptance_histogram"] = tuple(receipt["acceptance_histogram"])
+    answer = value["answer"]
+    if answer is not None:
+        for name in ("token_ids", "accepted_per_step", "drafted_per_step"):
+            if answer[name] is not None:
+                answer[name] = tuple(answer[name])
+    return Receipt(**receipt), None if answer is None else Answer(**answer)
+
+
+class Writer:
+    """The parent's end: a thread that writes what waits, and tries again where it cannot."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        begin: Callable[[Store], None],
+        limit: int,
+        every_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """`begin` registers the run in a store; `say` is told when writing fails, and works."""
+        self._path, self._begin, self._limit, self._every_s = path, begin, limit, every_s
+        self._say = say
+        self._waiting: deque[Written] = deque()
+        self._lock = threading.Lock()
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="receipts")
+        self._has_begun = False
+        self.lost = 0
+        self.written = 0
+        self.problem = ""
+        """Why the store takes nothing just now; empty: it does."""
+
+    @property
+    def waiting(self) -> int:
+        """Receipts that the store has not taken yet."""
+        return len(self._waiting)
+
+    def start(self) -> None:
+        """Begin to write."""
+        self._thread.start()
+
+    def put(self, item: Written) -> None:
+        """Take a receipt, or lose it where too many wait."""
+        with self._lock:
+            if len(self._waiting) >= self._limit:
+                self.lost += 1
+            else:
+                self._waiting.append(item)
+
+    def stop(self) -> None:
+        """Write what waits, once more, and end; what the store does not take is lost."""
+        self._ending.set()
+        self._thread.join()
+        with self._lock:
+            self.lost += len(self._waiting)
+            self._waiting.clear()
+
+    def _run(self) -> None:
+        while not self._ending.wait(self._every_s):
+            self.flush()
+        self.flush()
+
+    def flush(self) -> None:
+        """Write what waits now."""
+        with self._lock:
+            batch = list(self._waiting)
+        if not batch and self._has_begun:
+            return
+        try:
+            with Store.open(self._path) as store:
+                self._begin(store)
+                self._has_begun = True
+                for at in range(0, len(batch), _BATCH):
+                    self._write(store, batch[at : at + _BATCH])
+        except StoreError as error:
+            if not self.problem:
+                self._say(f"receipts wait: {error}")
+            self.problem = str(error)
+        else:
+            if self.problem:
+                self._say("receipts are written again")
+            self.problem = ""
+
+    def _write(self, store: Store, batch: Sequence[Written]) -> None:
+        store.append_receipts(batch)
+        with self._lock:
+            for _ in batch:
+                self._waiting.popleft()
+        self.written += len(batch)

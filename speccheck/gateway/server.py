@@ -1,0 +1,550 @@
+"""The parent: it binds the address, keeps the workers alive, decides, and alone writes the store.
+
+It is on the way of no request. What it decides goes onto the board; what the workers saw comes in
+as receipts, feeds the route states and waits for the store. A worker that dies is started again;
+its clients see their connection closed, and nothing else is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from speccheck import __version__, context, eligibility, launch, telemetry
+from speccheck.client import api_url
+from speccheck.config import Rollout
+from speccheck.errors import EngineError, SpeccheckError, StoreError, UsageError
+from speccheck.gateway.board import MOST_WORKERS, Board
+from speccheck.gateway.choose import RouteState
+from speccheck.gateway.outbox import Writer, Written, written_of
+from speccheck.records import Arm, Receipt, digest
+from speccheck.store import Run, Store
+
+FOLDER = "gateway"
+"""Of the gateway's state, within --out: board, off/, metrics/, pid."""
+_LOOK_S = 1.0
+_GRACE_S = 15.0
+_LONGEST_LINE = 64 << 20
+_SOON_S = 5.0
+"""A worker that dies sooner after its start is started again with a pause."""
+
+
+class StateMachine(Protocol):
+    """What decides for one route whether it may speculate now: `fallback.Machine`."""
+
+    @property
+    def state(self) -> str:
+        """enabled, fell_back, probation or off."""
+
+    @property
+    def share(self) -> float:
+        """Fraction of the eligible traffic that may speculate now."""
+
+    def observe(self, receipt: Receipt, at: float) -> Any:
+        """A receipt came in at this time, s; the transition that it caused, or None."""
+
+    def telemetry(self, sample: Any, at: float) -> Any:
+        """What the servers counted."""
+
+    def tick(self, at: float) -> Any:
+        """Time went by."""
+
+
+@dataclass
+class Options:
+    """What the command line says over the rollout; None: as it says."""
+
+    host: str | None = None
+    port: int | None = None
+    workers: int | None = None
+
+
+@dataclass
+class Worker:
+    """A serving process and our end of its line."""
+
+    number: int
+    process: asyncio.subprocess.Process
+    line: socket.socket
+    started_s: float
+    is_ready: bool = False
+
+
+@dataclass
+class Parent:
+    """The gateway's parent process, once the arms are there."""
+
+    path: Path
+    rollout: Rollout
+    policy: eligibility.Eligibility | None
+    pair: launch.Arms
+    folder: Path
+    run_id: str
+    listener: socket.socket
+    writer: Writer
+    machines: Mapping[str, StateMachine]
+    no_joint: str
+    special: list[int]
+    max_model_len: int | None
+    say: Callable[[str], None]
+    ready: Callable[[str], None]
+    workers: dict[int, Worker] = field(default_factory=dict)
+    restarts: int = 0
+    queued: int | None = None
+    _board: Board | None = None
+    _told: str = ""
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _all_ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    # -- deciding ---------------------------------------------------------------------------------
+
+    def states(self) -> dict[str, RouteState]:
+        """What is decided for each route."""
+        config = self.rollout.gateway
+        found = {}
+        for route in self.rollout.routes:
+            machine = self.machines.get(route.name)
+            if machine is None:
+                found[route.name] = RouteState(config.share_of(route.name))
+            else:
+                share = config.share_of(route.name) * machine.share
+                reason = str(getattr(machine, "reason", ""))
+                found[route.name] = RouteState(share, str(machine.state), reason)
+        return found
+
+    def said(self) -> dict[str, Any]:
+        """The board's value."""
+        policy = self.policy
+        return {
+            "routes": {name: asdict(state) for name, state in self.states().items()},
+            "policy": None if policy is None else policy.model_dump(mode="json", exclude_none=True),
+            "policy_version": eligibility.policy_version(self.rollout, policy),
+            "queued": self.queued,
+            "restarts": self.restarts,
+            "receipts": {
+                "lost": self.writer.lost,
+                "written": self.writer.written,
+                "waiting": self.writer.waiting,
+                "store": self.writer.problem or "ok",
+            },
+        }
+
+    def publish(self) -> None:
+        """Tell the workers, if there is anything new."""
+        value = self.said()
+        text = json.dumps(value, sort_keys=True)
+        if self._board is not None and text != self._told:
+            self._board.publish(value)
+            self._told = text
+
+    def observe(self, item: Written) -> None:
+        """A receipt came in."""
+        receipt, _ = item
+        self.writer.put(item)
+        machine = self.machines.get(receipt.route)
+        if machine is not None and self._moved(receipt.route, machine.observe(receipt, _now_s())):
+            self.publish()
+
+    def _moved(self, route: str, transition: Any) -> bool:
+        if transition is None:
+            return False
+        self.say(f"{route}: {transition}")
+        return True
+
+    def reload(self) -> None:
+        """Read the policy anew; a wrong one changes nothing."""
+        try:
+            rollout, _, corpus = context.read_rollout(self.path)
+            policy = context.read_policy(self.path, rollout, corpus)
+        except SpeccheckError as error:
+            self.say(f"the policy stays as it was: {error}")
+            return
+        if [r.name for r in rollout.routes] != [r.name for r in self.rollout.routes]:
+            self.say("the policy stays as it was: other routes need a restart")
+            return
+        shares = {"share": rollout.gateway.share, "shares": rollout.gateway.shares}
+        gateway = self.rollout.gateway.model_copy(update=shares)
+        self.rollout = self.rollout.model_copy(update={"gateway": gateway})
+        self.policy = policy
+        self.publish()
+        self.say("policy and shares were read again")
+
+    # -- workers ----------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until a signal says otherwise."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        loop.add_signal_handler(signal.SIGHUP, self.reload)
+        self._board = Board.create(self.folder / "board", self.said())
+        self._told = json.dumps(self.said(), sort_keys=True)
+        numbers = range(self.rollout.gateway.workers)
+        tasks: list[asyncio.Task[Any]]
+        tasks = [asyncio.create_task(self._keep(number)) for number in numbers]
+        tasks.append(asyncio.create_task(self._look()))
+        stopping: asyncio.Task[Any] = asyncio.create_task(self._stopping.wait())
+        all_ready: asyncio.Task[Any] = asyncio.create_task(self._all_ready.wait())
+        try:
+            await asyncio.wait([stopping, all_ready, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            if self._all_ready.is_set():
+                host, port = self.listener.getsockname()[:2]
+                shown = f"[{host}]" if ":" in host else host
+                self.ready(f"http://{shown}:{port}")
+            await asyncio.wait([stopping, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in tasks:
+                if task.done():
+                    task.result()
+        finally:
+            self._stopping.set()
+            await self._stop_workers()
+            for task in (*tasks, stopping, all_ready):
+                task.cancel()
+            await asyncio.gather(*tasks, stopping, all_ready, return_exceptions=True)
+
+    async def _keep(self, number: int) -> None:
+        """Start a worker, and again whenever it ends."""
+        pause_s = 0.0
+        while not self._stopping.is_set():
+            worker = await self._start(number)
+            await self._read(worker)
+            code = await worker.process.wait()
+            worker.line.close()
+            if self._stopping.is_set():
+                return
+            if not worker.is_ready and self.restarts == 0:
+                raise EngineError(
+                    f"worker {number} ended with code {code} before it could serve; "
+                    f"see {self.folder / 'worker.log'}"
+                )
+            self.restarts += 1
+            if self._board is not None:
+                self._board.set_count(number, 0)
+            self.say(f"worker {number} ended with code {code}; it is started again")
+            is_soon = time.monotonic() - worker.started_s < _SOON_S
+            pause_s = min(_SOON_S, pause_s * 2 or 0.1) if is_soon else 0.0
+            await asyncio.sleep(pause_s)
+            self.publish()
+
+    async def _start(self, number: int) -> Worker:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(0)
+        settings = {
+            "config": self.rollout.gateway.model_dump(mode="json"),
+            "arms": {str(arm.arm): asdict(arm) for arm in self.pair},
+            "api_key_env": _key_env(self.rollout),
+            "folder": str(self.folder),
+            "run_id": self.run_id,
+            "worker": number,
+            "no_joint": self.no_joint,
+            "special": self.special,
+            "max_model_len": self.max_model_len,
+        }
+        log = (self.folder / "worker.log").open("ab")
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "speccheck.gateway.worker"),
+                *("--settings", json.dumps(settings)),
+                *("--listener", str(self.listener.fileno()), "--line", str(theirs.fileno())),
+                pass_fds=(self.listener.fileno(), theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self.folder / "metrics")},
+                process_group=0,  # Ctrl-C reaches us first; workers end in order
+            )
+        finally:
+            theirs.close()
+            log.close()
+        worker = Worker(number, process, ours, time.monotonic())
+        self.workers[number] = worker
+        return worker
+
+    async def _read(self, worker: Worker) -> None:
+        """Take a worker's receipts until its line ends."""
+        reader, writer = await asyncio.open_connection(sock=worker.line, limit=_LONGEST_LINE)
+        try:
+            while line := await reader.readline():
+                if not line.endswith(b"\n"):
+                    break  # it died while it wrote
+                if not worker.is_ready:
+                    worker.is_ready = "ready" in json.loads(line)
+                    if all(w.is_ready for w in self.workers.values()):
+                        self._all_ready.set()
+                    continue
+                self.observe(written_of(line))
+        except (ConnectionError, ValueError) as error:
+            self.say(f"worker {worker.number}: its line broke ({error})")
+        finally:
+            writer.close()
+
+    async def _stop_workers(self) -> None:
+        """Ask them to end, read what they still say, and do not wait for ever."""
+        for worker in self.workers.values():
+            with suppress(OSError):
+                worker.line.shutdown(socket.SHUT_WR)
+        waits = [asyncio.create_task(w.process.wait()) for w in self.workers.values()]
+        if waits:
+            _, late = await asyncio.wait(waits, timeout=_GRACE_S)
+            for worker in self.workers.values():
+                if late and worker.process.returncode is None:
+                    worker.process.kill()
+            await asyncio.gather(*waits)
+
+    # -- looking ----------------------------------------------------------------------------------
+
+    async def _look(self) -> None:
+        """Once a second: the servers' queues, time for the machines, and what the board says."""
+        urls = {arm.arm: arm.url for arm in self.pair}
+        while True:
+            found = await telemetry.scrape_all(
+                urls, now_ns=time.perf_counter_ns, api_key=self.pair.api_key
+            )
+            queue = found[Arm.SPECULATIVE]
+            waiting = None if isinstance(queue, str) else queue.total(telemetry.WAITING)
+            self.queued = None if waiting is None else int(waiting)
+            for route, machine in self.machines.items():
+                self._moved(route, machine.telemetry(found, _now_s()))
+                self._moved(route, machine.tick(_now_s()))
+            self.publish()
+            await asyncio.sleep(_LOOK_S)
+
+
+def _now_s() -> float:
+    return time.monotonic()
+
+
+def _key_env(rollout: Rollout) -> str | None:
+    return None if rollout.attached is None else rollout.attached.api_key_env
+
+
+def serve(
+    path: Path,
+    out: Path,
+    options: Options,
+    *,
+    say: Callable[[str], None],
+    ready: Callable[[str], None],
+) -> None:
+    """Run the gateway of a rollout until SIGTERM or SIGINT.
+
+    Args:
+        path: rollout.yaml.
+        out: folder for receipts, logs and state; made if it does not exist.
+        options: what the command line says instead of the rollout.
+        say: told what happens, a line at a time.
+        ready: told the URL when requests are answered.
+
+    Raises:
+        UsageError: the rollout or its policy is wrong.
+        EngineError: an arm does not answer at the start, or the address is taken.
+        StoreError: the folder cannot be written.
+    """
+    rollout, _, corpus = context.read_rollout(path)
+    policy = context.read_policy(path, rollout, corpus)
+    given = {name: value for name, value in asdict(options).items() if value is not None}
+    rollout = rollout.model_copy(update={"gateway": rollout.gateway.model_copy(update=given)})
+    config = rollout.gateway
+    for what, env in (("admin_token_env", config.admin_token_env),):
+        if env and not os.environ.get(env):
+            raise UsageError(f"gateway.{what}: the environment variable {env} is not set")
+    if config.workers > MOST_WORKERS:
+        raise UsageError(f"gateway.workers: at most {MOST_WORKERS}")
+    folder = _folder(out)
+    listener = _listen(config.host, config.port)
+    pid = folder / "pid"
+    try:
+        with launch.arms(rollout, out / "logs", say=say) as pair:
+            no_joint = "hand_over: off" if config.hand_over == "off" else _why_no_joint(pair)
+            if no_joint and config.hand_over != "off":
+                say(
+                    f"no hand-over in mid-answer: {no_joint}"
+                    + ("; streams stay on target-only" if config.hand_over == "refuse" else "")
+                )
+            run = _run_of(rollout, policy)
+
+            begun: list[bool] = []
+
+            def begin(store: Store) -> None:
+                """The run's row and this process's anchor once, then where its clock stands."""
+                clocks = {
+                    "wall_ns": time.time_ns(),
+                    "clock_ns": time.perf_counter_ns(),
+                }
+                if begun:
+                    store.resume_run(run.run_id, boot=launch.boot_id(), **clocks)
+                    return
+                store.begin_run(run, boot=launch.boot_id(), **clocks)
+                for arm in pair:
+                    store.put_arm(run.run_id, arm)
+                begun.append(True)
+
+            writer = Writer(
+                out / context.STORE_NAME,
+                begin=begin,
+                limit=config.receipts,
+                every_s=config.flush_s,
+                say=say,
+            )
+            writer.start()
+            try:
+                pid.write_text(str(os.getpid()), encoding="ascii")
+                asyncio.run(
+                    Parent(
+                        path,
+                        rollout,
+                        policy,
+                        pair,
+                        folder,
+                        run.run_id,
+                        listener,
+                        writer,
+                        {},
+                        no_joint,
+                        _special_ids(pair),
+                        launch.longest_context(pair.target_only, pair.api_key),
+                        say,
+                        ready,
+                    ).run()
+                )
+            finally:
+                writer.stop()
+                if writer.lost:
+                    say(f"{writer.lost} receipts were lost; {writer.written} were written")
+    finally:
+        listener.close()
+        pid.unlink(missing_ok=True)
+
+
+def _folder(out: Path) -> Path:
+    """The gateway's own folder in `out`, made and emptied of what an earlier one left."""
+    folder = out / FOLDER
+    try:
+        for name in ("off", "metrics"):
+            (folder / name).mkdir(parents=True, exist_ok=True)
+        for old in (folder / "metrics").glob("*.db"):
+            old.unlink()
+    except OSError as error:
+        raise StoreError(
+            f"{folder}: cannot be made ({error.strerror}); choose another --out"
+        ) from None
+    other = running(out)
+    if other is not None:
+        raise UsageError(f"{out}: a gateway runs there already (PID {other})")
+    return folder
+
+
+def running(out: Path) -> int | None:
+    """The process of the gateway that has its state in `out`; None where there is none."""
+    try:
+        pid = int((out / FOLDER / "pid").read_text(encoding="ascii"))
+        os.kill(pid, 0)
+    except (OSError, ValueError):
+        return None
+    return pid
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(4096)
+    except OSError as error:
+        listener.close()
+        raise EngineError(
+            f"cannot listen on {host}:{port} ({error.strerror}); give another --port"
+        ) from error
+    return listener
+
+
+def _run_of(rollout: Rollout, policy: eligibility.Eligibility | None) -> Run:
+    """The run that live traffic belongs to: the same rollout, policy and version, the same run."""
+    config = {
+        "gateway": True,
+        "rollout": rollout.model_dump(mode="json", exclude={"gateway"}),
+        "eligibility": None
+        if policy is None
+        else policy.model_dump(mode="json", exclude_none=True),
+        "speccheck": __version__,
+    }
+    return Run(
+        run_id=digest("run", config),
+        created_at_ns=time.time_ns(),
+        seed=rollout.seed,
+        corpus_digest="",
+        rules_digest="",
+        config=config,
+    )
+
+
+# --- what the arms can do -----------------------------------------------------------------------
+
+
+def _why_no_joint(pair: launch.Arms) -> str:
+    """Tries out what a hand-over needs of target-only; why it cannot be had, or nothing."""
+    for arm in pair:
+        parser = next(
+            (v for k, v in launch.flat(arm.config).items() if k.endswith("reasoning_parser") and v),
+            None,
+        )
+        if parser is not None:
+            return f"the {arm.arm} server parses reasoning ({parser})"
+    arm = pair.target_only
+    asked = {"model": arm.model, "prompt": "a b", "max_tokens": 1, "temperature": 0}
+    answer = _ask(arm.url, "/v1/completions", {**asked, "return_token_ids": True}, pair.api_key)
+    try:
+        choice = answer["choices"][0]
+        prompt, ids = choice["prompt_token_ids"], choice["token_ids"]
+        again = {**asked, "prompt": [*prompt, *ids], "return_token_ids": True}
+        rest = _ask(arm.url, "/v1/completions", again, pair.api_key)["choices"][0]
+        if rest["prompt_token_ids"] != [*prompt, *ids] or not rest["token_ids"]:
+            return f"{arm.url} does not continue from token ids"
+        tokens = {"model": arm.model, "tokens": prompt}
+        if not isinstance(_ask(arm.url, "/detokenize", tokens, pair.api_key)["prompt"], str):
+            return f"{arm.url} does not answer /detokenize"
+    except (KeyError, IndexError, TypeError):
+        why = answer.get("why", "it sends no token ids") if isinstance(answer, dict) else "no JSON"
+        return f"{arm.url}: {why}"
+    return ""
+
+
+def _ask(url: str, path: str, body: Mapping[str, Any], key: str | None) -> dict[str, Any]:
+    """The JSON of a reply, or `{"why": ...}`."""
+    request = urllib.request.Request(  # noqa: S310 (http(s) only, checked in config)
+        api_url(url, path),
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:  # noqa: S310
+            value = json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        return {"why": f"{path} answers HTTP {error.code}"}
+    except (OSError, ValueError) as error:
+        return {"why": f"{path} does not answer ({getattr(error, 'reason', error)})"}
+    return value if isinstance(value, dict) else {"why": f"{path} answers no JSON object"}
+
+
+def _special_ids(pair: launch.Arms) -> list[int]:
+    """Ids of the target's special tokens, where its tokenizer lies on this machine."""
+    config = pair.target_only.config
+    folder = config.get("vllm_config", {}).get("model_config", {}).get("model")
+    try:
+        raw = json.loads((Path(str(folder)) / "tokenizer.json").read_text(encoding="utf-8"))
+        return [token["id"] for token in raw["added_tokens"] if token["special"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
