@@ -22,8 +22,8 @@ SPECULATE, TARGET_ONLY, FELL_BACK = "speculate", "target_only", "fell_back"
 
 
 @dataclass(frozen=True, slots=True)
-class RouteState:
-    """What is decided for a route: `share` of its eligible traffic may speculate now."""
+class Standing:
+    """Where a route stands: `share` of its eligible traffic may speculate now."""
 
     share: float
     state: str = "enabled"
@@ -55,7 +55,7 @@ def choose(
     facts: Facts,
     *,
     policy: Eligibility | None,
-    routes: Mapping[str, RouteState],
+    routes: Mapping[str, Standing],
     is_off: Callable[[str], bool],
     key: str,
     not_joinable: str,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +19,7 @@ from speccheck.config import GatewayConfig
 from speccheck.eligibility import Eligibility
 from speccheck.gateway.asked import Asked
 from speccheck.gateway.board import Board
-from speccheck.gateway.choose import Decided, RouteState, off_file
+from speccheck.gateway.choose import Decided, Standing, off_file
 from speccheck.gateway.meters import Meters
 from speccheck.gateway.outbox import Outbox
 from speccheck.records import Arm, ArmDescription
@@ -47,6 +49,8 @@ class Gate:
     special: frozenset[int]
     """Ids of special tokens, as far as they are known."""
     max_model_len: int | None
+    secret: bytes
+    """Of this gateway: prompts are named by a digest that nobody else can try guesses on."""
     admin_token: str | None = None
     in_flight_all: int = 0
     mirrors: int = 0
@@ -55,7 +59,7 @@ class Gate:
     _speculating: int = 0
     _said: dict[str, Any] = field(default_factory=dict)
     _policy: Eligibility | None = None
-    _routes: dict[str, RouteState] = field(default_factory=dict)
+    _routes: dict[str, Standing] = field(default_factory=dict)
 
     def _look(self) -> None:
         """Read the board; what is made of it is kept until it says something else."""
@@ -65,7 +69,7 @@ class Gate:
         self._said = said
         policy = said["policy"]
         self._policy = None if policy is None else Eligibility.model_validate(policy)
-        self._routes = {name: RouteState(**state) for name, state in said["routes"].items()}
+        self._routes = {name: Standing(**state) for name, state in said["routes"].items()}
 
     @property
     def policy(self) -> Eligibility | None:
@@ -74,7 +78,7 @@ class Gate:
         return self._policy
 
     @property
-    def routes(self) -> Mapping[str, RouteState]:
+    def routes(self) -> Mapping[str, Standing]:
         """The state of each route, now."""
         self._look()
         return self._routes
@@ -90,6 +94,14 @@ class Gate:
         """Everything that the board says."""
         self._look()
         return self._said
+
+    def prompt_id(self, asked: Asked) -> str:
+        """A name of what was asked: the same prompt, the same name, and no way back to it."""
+        body = asked.body
+        said = json.dumps([body.get("messages"), body.get("prompt"), body.get("tools")])
+        return (
+            f"prompt:{hashlib.blake2b(said.encode(), key=self.secret, digest_size=10).hexdigest()}"
+        )
 
     def is_off(self, route: str) -> bool:
         """Whether a route's kill switch is thrown."""

@@ -572,6 +572,7 @@ class Relay:
             "handover_to": to,
             "handover_kind": kind,
             "handover_reason": failed.line,
+            "error_class": failed.error_class,  # whoever judges the arm finds it where it looks
         }
         self.gate.meters.handover(self.decided.route, kind)
 
@@ -729,12 +730,14 @@ class Relay:
             scheduled_ns=self.arrived_ns,
             attempt=self._attempt,
         )
+        if self._handover:
+            made = replace(made, **self._handover)
         answer = None
         if gate.config.store_prompts == "on":
             answer = make_answer(observation, made.receipt_id)
             asked = {name: self.asked.body.get(name) for name in ("messages", "prompt")}
             answer = replace(answer, details={**(answer.details or {}), "asked": asked})
-        return replace(made, **self._handover), answer
+        return made, answer
 
 
 def bearer(headers: Sequence[Header]) -> str | None:
@@ -760,7 +763,7 @@ def planned_request(
     facts = asked.facts(labels)
     limit = facts.max_tokens or gate.max_model_len or 2**31
     prompt = Prompt(
-        prompt_id=request_id,
+        prompt_id=gate.prompt_id(asked),
         task=facts.task or "unknown",
         route=decided.route or "",
         messages=(),
@@ -778,7 +781,7 @@ def planned_request(
         route=decided.route or "",
         prompt=prompt,
         pair_id=request_id,
-        repeat=0,
+        repeat=int(request_id[:15], 16),  # what tells the requests of one prompt apart
         sampler=asked.sampler,
         max_tokens=limit,
         concurrency=in_flight,

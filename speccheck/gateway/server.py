@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -20,16 +21,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from speccheck import __version__, context, eligibility, launch, telemetry
+import aiohttp
+
+from speccheck import __version__, context, eligibility, fallback, launch, telemetry
 from speccheck.client import api_url
 from speccheck.config import Rollout
 from speccheck.errors import EngineError, SpeccheckError, StoreError, UsageError
 from speccheck.gateway.board import MOST_WORKERS, Board
-from speccheck.gateway.choose import RouteState
+from speccheck.gateway.choose import Standing
 from speccheck.gateway.outbox import Writer, Written, written_of
-from speccheck.records import Arm, Receipt, digest
+from speccheck.records import Arm, ArmDescription, Transition, digest
 from speccheck.store import Run, Store
 
 FOLDER = "gateway"
@@ -39,27 +42,6 @@ _GRACE_S = 15.0
 _LONGEST_LINE = 64 << 20
 _SOON_S = 5.0
 """A worker that dies sooner after its start is started again with a pause."""
-
-
-class StateMachine(Protocol):
-    """What decides for one route whether it may speculate now: `fallback.Machine`."""
-
-    @property
-    def state(self) -> str:
-        """enabled, fell_back, probation or off."""
-
-    @property
-    def share(self) -> float:
-        """Fraction of the eligible traffic that may speculate now."""
-
-    def observe(self, receipt: Receipt, at: float) -> Any:
-        """A receipt came in at this time, s; the transition that it caused, or None."""
-
-    def telemetry(self, sample: Any, at: float) -> Any:
-        """What the servers counted."""
-
-    def tick(self, at: float) -> Any:
-        """Time went by."""
 
 
 @dataclass
@@ -94,13 +76,15 @@ class Parent:
     run_id: str
     listener: socket.socket
     writer: Writer
-    machines: Mapping[str, StateMachine]
+    machines: Mapping[str, fallback.Machine]
     no_joint: str
     special: list[int]
     max_model_len: int | None
     say: Callable[[str], None]
     ready: Callable[[str], None]
     workers: dict[int, Worker] = field(default_factory=dict)
+    last: dict[str, Transition] = field(default_factory=dict)
+    """The last transition of each route that had one."""
     restarts: int = 0
     queued: int | None = None
     _board: Board | None = None
@@ -110,25 +94,23 @@ class Parent:
 
     # -- deciding ---------------------------------------------------------------------------------
 
-    def states(self) -> dict[str, RouteState]:
-        """What is decided for each route."""
+    def standings(self) -> dict[str, Standing]:
+        """What is decided for each route: the guard's share, of the share that is configured."""
         config = self.rollout.gateway
-        found = {}
-        for route in self.rollout.routes:
-            machine = self.machines.get(route.name)
-            if machine is None:
-                found[route.name] = RouteState(config.share_of(route.name))
-            else:
-                share = config.share_of(route.name) * machine.share
-                reason = str(getattr(machine, "reason", ""))
-                found[route.name] = RouteState(share, str(machine.state), reason)
-        return found
+        return {
+            name: Standing(
+                config.share_of(name) * machine.share,
+                str(machine.state),
+                "" if name not in self.last else self.last[name].why,
+            )
+            for name, machine in self.machines.items()
+        }
 
     def said(self) -> dict[str, Any]:
         """The board's value."""
         policy = self.policy
         return {
-            "routes": {name: asdict(state) for name, state in self.states().items()},
+            "routes": {name: asdict(state) for name, state in self.standings().items()},
             "policy": None if policy is None else policy.model_dump(mode="json", exclude_none=True),
             "policy_version": eligibility.policy_version(self.rollout, policy),
             "queued": self.queued,
@@ -150,17 +132,23 @@ class Parent:
             self._told = text
 
     def observe(self, item: Written) -> None:
-        """A receipt came in."""
+        """A receipt came in: for the store, and for the guards of all routes that it concerns."""
         receipt, _ = item
         self.writer.put(item)
-        machine = self.machines.get(receipt.route)
-        if machine is not None and self._moved(receipt.route, machine.observe(receipt, _now_s())):
-            self.publish()
+        at = receipt.done_ns or time.perf_counter_ns()
+        for name, machine in self.machines.items():
+            if receipt.priority == "protected" or receipt.route == name:
+                share = self.rollout.gateway.share_of(name) * machine.share
+                is_drawn = 0 < share < 1 and not receipt.kept_off
+                self._moved(machine.observe(receipt, at, share=share if is_drawn else None))
 
-    def _moved(self, route: str, transition: Any) -> bool:
+    def _moved(self, transition: Transition | None) -> bool:
+        """A guard decided: the workers obey it from the next request on."""
         if transition is None:
             return False
-        self.say(f"{route}: {transition}")
+        self.last[transition.route] = transition
+        self.publish()
+        self.say(f"{transition.route}: {transition.before} -> {transition.after}: {transition.why}")
         return True
 
     def reload(self) -> None:
@@ -307,23 +295,35 @@ class Parent:
 
     async def _look(self) -> None:
         """Once a second: the servers' queues, time for the machines, and what the board says."""
-        urls = {arm.arm: arm.url for arm in self.pair}
-        while True:
-            found = await telemetry.scrape_all(
-                urls, now_ns=time.perf_counter_ns, api_key=self.pair.api_key
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
+            while True:
+                for arm, snapshot in zip(
+                    self.pair,
+                    await asyncio.gather(*(self._scrape(session, arm) for arm in self.pair)),
+                    strict=True,
+                ):
+                    sample = fallback.Sample(arm.arm, snapshot)
+                    if arm.arm is Arm.SPECULATIVE:
+                        waiting = snapshot.total(telemetry.WAITING)
+                        self.queued = None if waiting is None else int(waiting)
+                    for machine in self.machines.values():
+                        self._moved(machine.telemetry(sample, snapshot.taken_ns))
+                for machine in self.machines.values():
+                    while self._moved(machine.tick(time.perf_counter_ns())):
+                        pass
+                self.publish()
+                await asyncio.sleep(_LOOK_S)
+
+    async def _scrape(
+        self, session: aiohttp.ClientSession, arm: ArmDescription
+    ) -> telemetry.Snapshot:
+        now = time.perf_counter_ns
+        try:
+            return await telemetry.scrape(
+                session, arm.url, now_ns=now, names=telemetry.WATCHED, api_key=self.pair.api_key
             )
-            queue = found[Arm.SPECULATIVE]
-            waiting = None if isinstance(queue, str) else queue.total(telemetry.WAITING)
-            self.queued = None if waiting is None else int(waiting)
-            for route, machine in self.machines.items():
-                self._moved(route, machine.telemetry(found, _now_s()))
-                self._moved(route, machine.tick(_now_s()))
-            self.publish()
-            await asyncio.sleep(_LOOK_S)
-
-
-def _now_s() -> float:
-    return time.monotonic()
+        except EngineError as error:
+            return telemetry.failed_scrape(str(error), now())
 
 
 def _key_env(rollout: Rollout) -> str | None:
@@ -352,7 +352,7 @@ def serve(
         EngineError: an arm does not answer at the start, or the address is taken.
         StoreError: the folder cannot be written.
     """
-    rollout, _, corpus = context.read_rollout(path)
+    rollout, rules, corpus = context.read_rollout(path)
     policy = context.read_policy(path, rollout, corpus)
     given = {name: value for name, value in asdict(options).items() if value is not None}
     rollout = rollout.model_copy(update={"gateway": rollout.gateway.model_copy(update=given)})
@@ -411,7 +411,12 @@ def serve(
                         run.run_id,
                         listener,
                         writer,
-                        {},
+                        {
+                            route.name: fallback.Machine(
+                                fallback.settings_of(rollout, rules, route.name), route.name
+                            )
+                            for route in rollout.routes
+                        },
                         no_joint,
                         _special_ids(pair),
                         launch.longest_context(pair.target_only, pair.api_key),
@@ -436,6 +441,9 @@ def _folder(out: Path) -> Path:
             (folder / name).mkdir(parents=True, exist_ok=True)
         for old in (folder / "metrics").glob("*.db"):
             old.unlink()
+        if not (folder / "key").exists():
+            (folder / "key").touch(0o600)
+            (folder / "key").write_bytes(secrets.token_bytes(32))
     except OSError as error:
         raise StoreError(
             f"{folder}: cannot be made ({error.strerror}); choose another --out"

@@ -169,6 +169,7 @@ async def serve(settings: Mapping[str, Any], listener: socket.socket, end: socke
         no_joint=settings["no_joint"],
         special=frozenset(settings["special"]),
         max_model_len=settings["max_model_len"],
+        secret=(Path(settings["folder"]) / "key").read_bytes(),
         admin_token=(os.environ.get(token_env) or None) if token_env else None,
     )
     gate.board.set_count(gate.worker, 0)
