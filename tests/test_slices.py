@@ -22,7 +22,7 @@ from attached_pair import attached_pair
 from rule_receipts import receipt
 from scripted_server import Script, answer, refusal, spec_metrics
 
-from speccheck import client, outcome, plan, slices
+from speccheck import client, guardrails, outcome, plan, slices
 from speccheck.config import ReplayConfig, SliceName, package_dir
 from speccheck.corpus import load_corpus
 from speccheck.drive import Endpoint
@@ -40,6 +40,7 @@ from speccheck.records import (
     Receipt,
     Sampler,
     Stage,
+    Verdict,
     receipt_key,
 )
 from speccheck.slices.asked import (
@@ -488,7 +489,8 @@ def test_a_broken_feature_is_found_and_named(arms, name, meddled, why):
     assert found.examples
     failing = {item.route for item in items if item.receipt_id in found.examples}
     for route in failing:
-        whole, *cohorts = measure({name: items}, route=route)
+        counts = [m for m in measure({name: items}, route=route) if m.metric == "slice_failures"]
+        whole, *cohorts = counts
         assert whole.estimate.value >= 1
         policed = f"features {name}" if name in KNOWN_FEATURES else f"slice {found.feature}"
         assert [m.cohort for m in cohorts] == [policed]
@@ -768,6 +770,53 @@ def test_what_looks_broken_once_is_not_broken():
     assert [i.is_broken for i in stands] == [True, False, False, False]
     assert stands[1].speculative == Check("unclear", "boom; not when asked again")
     assert row("stop", stands).why == "1 of 4 (1 plain): boom"
+
+
+def graded(passes: list[tuple[int, int]], n: int = 3) -> list[Item]:
+    """Prompts of the slice n: of `n` choices each, how many pass on target-only and here."""
+    return [
+        Item(
+            f"p{i}",
+            "chat",
+            0,
+            Check("ok", "", n, a),
+            Check("ok", "", n, b),
+            f"r{i}",
+            kept_off=False,
+        )
+        for i, (a, b) in enumerate(passes)
+    ]
+
+
+def test_graded_choices_are_tested_and_not_only_counted():
+    """Prompts are the units: all of 5 worse is p 1/32, one of 12 says nothing.
+
+    What may cost quality is never "as on target-only", and never "broken" by chance either.
+    """
+    found = row("n", graded([(3, 0)] * 5))
+    assert (found.status, found.examples) == ("unclear", ("r0", "r1", "r2", "r3", "r4"))
+    assert "it may cost quality" in found.why
+    assert "5 worse, 0 better of 5, exact p 0.031" in found.why
+    assert row("n", graded([(3, 0)] * 4)).status == "unclear"
+    for passes in ([(3, 3)] * 11 + [(3, 2)], [(3, 0), (0, 3)] * 6):
+        fine = row("n", graded(passes))
+        assert fine.status == "ok"
+        assert "exact p" in fine.why
+
+
+def test_a_slice_that_surely_loses_passes_fails_the_rule_on_quality():
+    """By the rule that judges all cases, prompts as clusters; few prompts fail nothing."""
+
+    def judged(passes):
+        rules = {"max_quality_regression_cases": guardrails.RuleLimit(0)}
+        found = guardrails.judge(
+            rules, measure({"n": graded(passes)}, route="chat"), stage=Stage.REPLAY, route="chat"
+        )
+        return {f.cohort: f.verdict for f in found if f.rule == "max_quality_loss" and f.estimate}
+
+    assert judged([(3, 0)] * 30) == {"features n": Verdict.FAIL}
+    assert judged([(3, 0)] * 4) == {}
+    assert judged([(3, 3)] * 30) == {}
 
 
 def test_reruns_ask_the_whole_group_with_a_cold_cache():

@@ -13,8 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from speccheck import stats
 from speccheck.config import SliceName
 from speccheck.eligibility import KNOWN_FEATURES
+from speccheck.measure import ALPHA
 from speccheck.records import Estimate, Measurement, Stage
 from speccheck.slices.asked import VARIANTS
 from speccheck.slices.checks import Check, Item
@@ -145,7 +147,11 @@ def _status(
     if right and name != "ignored_fields" and all(i.drafted == 0 for i in right):
         return "unclear", "nothing was drafted, so speculation was not at work", ()
     if right:
-        notes = [_grades(right), _ties(right)]
+        quality = _quality(right)
+        if quality is not None and quality.loss.low > 0:
+            lost = [i for i in right if _lost(i) > 0]
+            return "unclear", f"it may cost quality: {quality.text}", lost
+        notes = ["" if quality is None else quality.text, _ties(right)]
         if open_:
             notes.append(f"{len(open_)} of {len(items)} could not be told: {_reason(open_)}")
         if both_wrong:
@@ -184,14 +190,56 @@ def _reason(items: Sequence[Item]) -> str:
     return whys.most_common(1)[0][0]
 
 
-def _grades(items: Sequence[Item]) -> str:
-    def of(checks: Sequence[Check]) -> str:
-        return f"{sum(c.passed for c in checks)} of {sum(c.graded for c in checks)}"
+@dataclass(frozen=True, slots=True)
+class _Quality:
+    """Graded answers of a slice on both arms; prompts are the clusters."""
 
-    target, speculative = [i.target for i in items], [i.speculative for i in items]
-    if not sum(c.graded for c in speculative):
-        return ""
-    return f"answers pass their checks in {of(target)} on target-only, {of(speculative)} here"
+    items: Sequence[Item]
+    """Those that are graded alike on both arms."""
+    loss: Estimate
+    """Share of passes lost, with Tango's interval."""
+    text: str
+    """Both counts, the loss, and the exact one-sided sign test over prompts."""
+
+
+def _quality(items: Sequence[Item]) -> _Quality | None:
+    """Whether answers that are graded pass less often here; None where none are."""
+    told = [i for i in items if i.target.graded and i.target.graded == i.speculative.graded]
+    if not told:
+        return None
+    worse = len({i.prompt_id for i in told if _lost(i) > 0})
+    better = len({i.prompt_id for i in told if _lost(i) < 0})
+    p_value = stats.mcnemar_exact(worse, better)
+    n = sum(i.target.graded for i in told)
+    target, speculative = (
+        sum(check.passed for check in side)
+        for side in ([i.target for i in told], [i.speculative for i in told])
+    )
+    loss = _loss(told, ALPHA)
+    return _Quality(
+        told,
+        loss,
+        f"answers pass their checks in {target} of {n} on target-only, {speculative} of {n} here"
+        f" (loss {loss.value:.0%}, {loss.low:.0%} to {loss.high:.0%}; prompts: {worse} worse,"
+        f" {better} better of {loss.n}, exact p {p_value:.2g})",
+    )
+
+
+def _lost(item: Item) -> int:
+    """Passes that an item lost; negative where it gained."""
+    return item.target.passed - item.speculative.passed
+
+
+def _loss(items: Sequence[Item], alpha: float) -> Estimate:
+    """Share of passes lost, with Tango's interval, prompts as clusters."""
+    sums: dict[str, list[int]] = {}
+    for i in items:
+        mine = sums.setdefault(i.prompt_id, [0, 0, 0])
+        mine[0] += max(_lost(i), 0)
+        mine[1] += max(-_lost(i), 0)
+        mine[2] += i.target.graded
+    worse, better, sizes = zip(*sums.values(), strict=True)
+    return stats.tango_clustered(worse, better, sizes, alpha=alpha)
 
 
 def _ties(items: Sequence[Item]) -> str:
@@ -208,8 +256,9 @@ def measure(
     """Metric slice_failures of a route: requests that target-only serves rightly, this arm not.
 
     For all slices together and for each that fails (cohort "features stop", "slice warm prefix
-    cache"). With `kept_off` only what
-    the eligibility policy keeps off the speculative arm. An exact count, without chance in it.
+    cache"): exact counts, without chance in them. Where answers of a slice are graded, metric
+    quality_difference of it too, which must not be certain to be too much. With `kept_off` only
+    what the eligibility policy keeps off the speculative arm.
     """
     mine = {
         name: [i for i in items if i.route == route and i.kept_off is kept_off]
@@ -221,7 +270,27 @@ def measure(
         if broken:
             note = _told(name, items, broken)
             made.append(_measurement(_cohort(name), route, items, note))
+    for name, items in mine.items():
+        served = [i for i in items if (i.target.outcome, i.speculative.outcome) == ("ok", "ok")]
+        if (quality := _quality(served)) is not None:
+            made.append(_difference(_cohort(name), route, quality))
     return made
+
+
+def _difference(cohort: str, route: str, quality: _Quality) -> Measurement:
+    """Metric quality_difference of a slice: a few prompts, and none of them the route's traffic."""
+    told = quality.items
+    return Measurement(
+        "quality_difference",
+        Stage.REPLAY,
+        route,
+        cohort,
+        quality.loss,
+        quality.text,
+        tuple(i.receipt_id for i in told if _lost(i) > 0)[:5],
+        tuple(_loss(told, level) for level in stats.FAIL_LEVELS),
+        share=0.0,
+    )
 
 
 def _cohort(name: SliceName) -> str:
