@@ -161,6 +161,18 @@ class LogEstimate:
     notes: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What drafting and verifying cost at one load, and the least and the most that they may cost.
+
+    The ends are those of the calibration's intervals, None for costs that are taken as given.
+    """
+
+    costs: Costs
+    least: Costs | None = None
+    most: Costs | None = None
+
+
 @dataclass
 class _Cohort:
     route: str
@@ -273,11 +285,11 @@ class Replay:
         self.n_tokens += len(answer.output)
 
     def estimates(
-        self, costs: Mapping[str, Costs] | None = None, *, alpha: float = ALPHA
+        self, costs: Mapping[str, Prices] | None = None, *, alpha: float = ALPHA
     ) -> LogEstimate:
         """All answers together (where there are several cohorts), then each cohort by name.
 
-        `costs` are by load, in words.
+        `costs` are by load, in words; their ends are taken to be at `alpha`.
         """
         costs = costs or {}
         found = [self._cohort(cohort, costs, alpha) for _, cohort in sorted(self._cohorts.items())]
@@ -299,7 +311,7 @@ class Replay:
                 "suffix sees the answers before it in the log, as at concurrency 1 with a cache "
                 "that began empty"
             )
-        if costs:
+        if any(None in (price.least, price.most) for price in costs.values()):
             notes.append(
                 "costs are taken as they are: intervals of speed-ups come from the answers alone"
             )
@@ -311,7 +323,7 @@ class Replay:
             )
         return LogEstimate(tuple(found), tuple(notes))
 
-    def _cohort(self, cohort: _Cohort, costs: Mapping[str, Costs], alpha: float) -> CohortEstimate:
+    def _cohort(self, cohort: _Cohort, costs: Mapping[str, Prices], alpha: float) -> CohortEstimate:
         table = np.array([list(row) for row in cohort.rows.values()], float)
         tokens = table[:, 0]
         lines = []
@@ -349,7 +361,7 @@ def _drafting(
     k: int,
     tokens: stats.Floats,
     part: stats.Floats,
-    costs: Mapping[str, Costs],
+    costs: Mapping[str, Prices],
     alpha: float,
 ) -> Drafting:
     """`tokens` (prompts,) are decode tokens, `part` (prompts, 3 + k) `replay`'s counts of one k."""
@@ -357,7 +369,8 @@ def _drafting(
     steps = part[:, _FIXED:]
     drafted = steps @ np.arange(1, k + 1)
     verified = steps.sum(axis=1)
-    spent = {load: _spent(k, passes, drafted, steps, cost) for load, cost in costs.items()}
+    rounds = _Rounds(k, passes, drafted, steps)
+    speedups = {load: _speedup(tokens, rounds, price, alpha) for load, price in costs.items()}
     return Drafting(
         method=method,
         k=k,
@@ -370,24 +383,51 @@ def _drafting(
         coverage=stats.acceptance_rate(verified, passes, alpha=alpha),
         tokens_per_pass=stats.clustered_ratio(tokens, passes, alpha=alpha),
         saved_share=stats.clustered_ratio(tokens - passes, tokens, alpha=alpha),
-        speedup={
-            load: stats.clustered_ratio(tokens, cost, alpha=alpha)
-            for load, cost in spent.items()
-            if cost is not None
-        },
+        speedup={load: e for load, e in speedups.items() if e is not None},
     )
 
 
-def _spent(
-    k: int, passes: stats.Floats, drafted: stats.Floats, steps: stats.Floats, costs: Costs
-) -> stats.Floats | None:
-    """Cost of a cohort's rounds in target-equivalent passes; None where k is not calibrated."""
+@dataclass(frozen=True, slots=True)
+class _Rounds:
+    """A cohort's rounds by prompt: passes, drafted tokens, and verify steps of 1 to k drafts."""
+
+    k: int
+    passes: stats.Floats
+    drafted: stats.Floats
+    steps: stats.Floats
+
+    def spent(self, costs: Costs) -> stats.Floats:
+        """Their cost in target-equivalent passes.
+
+        Raises:
+            KeyError: k is not calibrated.
+        """
+        extra = [costs.verify_at(n) - 1 + costs.rollback for n in range(1, self.k + 1)]
+        spent: stats.Floats = self.passes + costs.draft * self.drafted + self.steps @ extra
+        return spent
+
+
+def _speedup(tokens: stats.Floats, rounds: _Rounds, price: Prices, alpha: float) -> Estimate | None:
+    """Decode tokens over the cost of their rounds; None where k is not calibrated.
+
+    Answers and costs are measured apart, so their uncertainties add up as squares (Zou and Donner
+    2008); all verify costs are taken at one end together, which is on the safe side.
+    """
     try:
-        extra = [costs.verify_at(n) - 1 + costs.rollback for n in range(1, k + 1)]
+        e = stats.clustered_ratio(tokens, rounds.spent(price.costs), alpha=alpha)
+        if price.least is None or price.most is None:
+            return e
+        slow, fast = (
+            float(tokens.sum() / rounds.spent(end).sum()) for end in (price.most, price.least)
+        )
     except KeyError:
         return None
-    spent: stats.Floats = passes + costs.draft * drafted + steps @ np.array(extra)
-    return spent
+    return replace(
+        e,
+        low=e.value - math.hypot(e.value - e.low, e.value - slow),
+        high=e.value + math.hypot(e.high - e.value, fast - e.value),
+        method=f"{e.method}; with the interval of the calibrated costs, square-and-add",
+    )
 
 
 def _best(lines: Sequence[Drafting], load: str) -> Best | None:
@@ -399,7 +439,7 @@ def _best(lines: Sequence[Drafting], load: str) -> Best | None:
     return Best(line.method, load, line.k, line.speedup[load])
 
 
-def lookup_costs(calibrated: Mapping[int, Calibration]) -> dict[str, Costs]:
+def lookup_costs(calibrated: Mapping[int, Calibration]) -> dict[str, Prices]:
     """What lookup drafting costs at each batch size that was calibrated, by load in words.
 
     A lookup costs nothing beside the verify step, so c and o are 0, and a verify step costs no less
@@ -407,15 +447,20 @@ def lookup_costs(calibrated: Mapping[int, Calibration]) -> dict[str, Costs]:
     or lies below 1 (the machine was busy with something else), and a calibration that could not
     tell a draft model's cost from the verify step's.
     """
-    found: dict[str, Costs] = {}
+    found: dict[str, Prices] = {}
     for batch, calibration in sorted(calibrated.items()):
         verify = {
-            k: max(1.0, estimate.value)
+            k: estimate
             for k, estimate in calibration.verify.items()
             if math.isfinite(estimate.low) and math.isfinite(estimate.high) and estimate.high >= 1
         }
         if verify and calibration.note != TOGETHER:
-            found[f"{batch} at once"] = Costs(0.0, verify)
+            found[f"{batch} at once"] = Prices(
+                *(
+                    Costs(0.0, {k: max(1.0, getattr(e, end)) for k, e in verify.items()})
+                    for end in ("value", "low", "high")
+                )
+            )
     return found
 
 

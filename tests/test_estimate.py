@@ -25,6 +25,7 @@ from speccheck.errors import UsageError
 from speccheck.estimate import (
     Drafting,
     Method,
+    Prices,
     Replay,
     lookup_costs,
     replay,
@@ -224,7 +225,7 @@ LOAD = "8 at once"
 
 
 def line(replay: Replay, method: str, k: int, costs: Costs | None = None) -> Drafting:
-    cohort = replay.estimates(costs and {LOAD: costs}).cohorts[0]
+    cohort = replay.estimates(costs and {LOAD: Prices(costs)}).cohorts[0]
     return next(d for d in cohort.drafting if (d.method, d.k) == (method, k))
 
 
@@ -264,9 +265,9 @@ def test_without_a_calibrated_verify_step_nothing_is_claimed() -> None:
     costs = Costs(0.0, {2: 1.01})
     assert line(replay, "ngram 2-4", 4, costs).speedup == {}
     assert line(replay, "ngram 2-4", 2, costs).speedup[LOAD].value > 1
-    (best,) = replay.estimates({LOAD: costs}).cohorts[0].best
+    (best,) = replay.estimates({LOAD: Prices(costs)}).cohorts[0].best
     assert best.words.startswith("k = 2, ")
-    (best,) = replay.estimates({LOAD: Costs(0.5, {2: 3.0, 4: 5.0})}).cohorts[0].best
+    (best,) = replay.estimates({LOAD: Prices(Costs(0.5, {2: 3.0, 4: 5.0}))}).cohorts[0].best
     assert best.words.startswith("target-only; ")
 
 
@@ -287,7 +288,38 @@ def test_costs_that_say_nothing_are_left_out() -> None:
         8: estimate(0.5, 0.1),
     }
     found = lookup_costs({4: calibrated(LOOKUP, verify), 8: calibrated(TOGETHER, verify)})
-    assert found == {"4 at once": Costs(0.0, {1: 1.0, 2: 1.1})}
+    ends = [{1: 1.0, 2: 1.1}, {1: 1.0, 2: 1.08}, {1: 1.03, 2: 1.12}]
+    (price,) = found.values()
+    assert list(found) == ["4 at once"]
+    assert [price.costs.draft, price.costs.rollback] == [0, 0]
+    for costs, end in zip((price.costs, price.least, price.most), ends, strict=True):
+        assert dict(costs.verify) == pytest.approx(end)
+
+
+def test_what_is_not_known_of_the_costs_is_in_the_interval() -> None:
+    """Answers and costs were measured apart: reaches add up as squares, and given costs have none.
+
+    At the ends of the costs the speed-up itself is recomputed, so no limit lies within them.
+    """
+    replay = fed(logged(), ks=[4], ngrams=[(2, 4)])
+    at = [Costs(0.0, {4: v}) for v in (1.2, 1.1, 1.5)]
+    given, calibrated = (replay.estimates({LOAD: price}) for price in (Prices(at[0]), Prices(*at)))
+    plain, wider = (found.cohorts[0].drafting[0].speedup[LOAD] for found in (given, calibrated))
+    fast, slow = (line(replay, "ngram 2-4", 4, costs).speedup[LOAD].value for costs in at[1:])
+    assert wider.value == plain.value
+    assert wider.low == pytest.approx(
+        plain.value - ((plain.value - plain.low) ** 2 + (plain.value - slow) ** 2) ** 0.5
+    )
+    assert wider.high == pytest.approx(
+        plain.value + ((plain.high - plain.value) ** 2 + (fast - plain.value) ** 2) ** 0.5
+    )
+    assert wider.low < min(plain.low, slow)
+    assert [
+        any("taken as they are" in n for n in found.notes) for found in (given, calibrated)
+    ] == [
+        True,
+        False,
+    ]
 
 
 def test_answers_to_one_prompt_are_one_cluster() -> None:

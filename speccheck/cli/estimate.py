@@ -19,10 +19,9 @@ from speccheck.cli.shell import PATH, print_json, reader_may_leave
 from speccheck.errors import UsageError
 
 if TYPE_CHECKING:
-    from speccheck.estimate import Drafting, LogEstimate
+    from speccheck.estimate import Drafting, LogEstimate, Prices
     from speccheck.logs import LoggedAnswer, Reading
     from speccheck.records import Estimate
-    from speccheck.speed import Costs
 
 _EVERY_S = 2.0
 
@@ -197,7 +196,8 @@ def _sizes(text: str) -> tuple[int, int]:
     return low, high
 
 
-def _costs(folder: Path | None, draft: float | None, verify: str | None) -> dict[str, Costs]:
+def _costs(folder: Path | None, draft: float | None, verify: str | None) -> dict[str, Prices]:
+    from speccheck.estimate import Prices
     from speccheck.speed import Costs
 
     if folder is not None and (draft is not None or verify is not None):
@@ -214,10 +214,10 @@ def _costs(folder: Path | None, draft: float | None, verify: str | None) -> dict
         if not match or int(match[1]) < 1:
             raise UsageError(f"--verify-cost {verify!r}: give K:COST pairs, such as 1:1.02,4:1.1")
         steps[int(match[1])] = float(match[2])
-    return {"given costs": Costs(draft or 0.0, steps)}
+    return {"given costs": Prices(Costs(draft or 0.0, steps))}
 
 
-def _calibrated(folder: Path) -> dict[str, Costs]:
+def _calibrated(folder: Path) -> dict[str, Prices]:
     """Costs of lookup drafting from a run's calibration."""
     from speccheck import outcome, sweep
     from speccheck.estimate import lookup_costs
