@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -149,19 +149,18 @@ def loads(
     *,
     calibrations: Mapping[int, Calibration] | None = None,
     limits: Limits = Limits(),
-    void: Collection[tuple[str, str, int, int, int]] = (),
     memory: Mapping[str, Sequence[float]] | None = None,
     price_per_engine_hour: float | None = None,
 ) -> tuple[Load, ...]:
     """Every load that has target-only receipts, in order of route, task and concurrency.
 
-    `void` names turns to leave out (see `turn_of`): those in which our own client was late.
+    Rounds that do not count (`sweep.that_count`) have been left out before.
     `memory` has resident bytes of the servers as sampled during a load, by `arm_key`.
     """
     by_load: dict[tuple[str, str, int], list[Receipt]] = defaultdict(list)
     turns: dict[tuple[str, str, int, int, int], list[Receipt]] = defaultdict(list)
     for r in receipts:
-        if r.stage == SWEEP and not r.warm_up and turn_of(r) not in void:
+        if r.stage == SWEEP and not r.warm_up:
             by_load[r.route, r.task, r.concurrency].append(r)
             turns[turn_of(r)].append(r)
     found = []
@@ -222,12 +221,6 @@ def look_alpha(rounds: int) -> float:
     """
     j = max(1, math.ceil(math.log2(max(rounds, 1))))
     return ALPHA / (j * (j + 1))
-
-
-def decided_share(found: Iterable[Load]) -> tuple[int, int]:
-    """(cells with a verdict, cells)."""
-    verdicts = [cell.verdict for load in found for cell in load.cells]
-    return sum(verdict != "open" for verdict in verdicts), len(verdicts)
 
 
 # --- one cell -----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """From findings to one decision per route, and the same decision in every form. Pure.
 
 promote: every counted rule passed and speculation pays. fall_back: a rule failed. hold: nothing
-broke, but it does not pay, or the evidence that was planned is used up and does not suffice.
-inconclusive: more evidence is needed, or something could not be measured. The exit code, the JUnit
+broke, but it does not pay, or the policy lets nothing speculate. inconclusive: more evidence is
+needed, or something could not be measured. The exit code, the JUnit
 report and the Markdown summary are derived from the same decisions, so they cannot disagree.
 """
 
@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 from xml.etree import ElementTree as ET
 
 from speccheck.errors import ExitCode
 from speccheck.guardrails import HELD, LATE, RULES
 from speccheck.records import POLICY, Action, Decision, Finding, Stage, Verdict, worst
-
-Budget = Literal["open", "spent"]
 
 RUN_IS_VALID = "run_is_valid"
 WORKLOAD_IS_REPRESENTATIVE = "workload_is_representative"
@@ -32,7 +30,6 @@ def decide(
     k: int | None = None,
     invalid: str = "",
     unrepresentative: str = "",
-    budget: Budget = "open",
     kept_off: Mapping[str, int] | None = None,
     requests: int = 0,
 ) -> Decision:
@@ -44,8 +41,7 @@ def decide(
     `invalid` says why the run itself cannot be judged (our client was late, the arms differ in more
     than speculation); it overrules everything. `unrepresentative` says why the workload is not the
     route's own (random token ids): rules about speed and acceptance then decide nothing, rules
-    about correct output still do. Both are added to the findings. `budget` "spent" means that no
-    more requests are planned: what is still open is then held rather than asked for.
+    about correct output still do. Both are added to the findings.
     """
     mine = tuple(f for f in findings if f.route == route)
     for rule, verdict, text in (
@@ -94,8 +90,6 @@ def decide(
     if of[Verdict.ERROR]:
         return decided(Action.INCONCLUSIVE, f"could not judge: {_reasons(of[Verdict.ERROR])}")
     undecided = of[Verdict.INCONCLUSIVE]
-    if undecided and budget == "spent":
-        return decided(Action.HOLD, f"the planned evidence does not suffice: {_reasons(undecided)}")
     if undecided:
         more = max((f.needed for f in undecided if f.needed), default=None)
         ask = f"about {more} more requests are needed" if more else "more evidence is needed"

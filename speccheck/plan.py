@@ -246,25 +246,18 @@ def canary(
     rng: np.random.Generator,
     share: float,
     salt: str,
-    ineligible: Mapping[str, str] | None = None,
-    first_repeat: int = 0,
 ) -> list[PlannedRequest]:
     """One arrival per offset, each on one arm: speculative for a sticky `share` of the keys.
 
-    A key is prompt and repeat, which stand for one user's request. `ineligible` maps prompt ids to
-    the reason why policy keeps them on target-only whatever the share; uncertain is ineligible.
-    `first_repeat` lets a later step of the canary use the same prompts again under new keys.
+    A key is prompt and repeat, which stand for one user's request. What the eligibility policy says
+    of it comes after (`eligibility.enforce`).
 
     Raises:
         UsageError: as `open_loop`, or for a share outside 0 to 1.
     """
-    refused = ineligible or {}
     planned: list[PlannedRequest] = []
-    for (prompt, cycle), offset in _arrivals(prompts, offsets_s, rng):
-        repeat = first_repeat + cycle
-        if prompt.prompt_id in refused:
-            arm, reason = Arm.TARGET_ONLY, refused[prompt.prompt_id]
-        elif assign_share(f"{prompt.prompt_id}#{repeat}", salt, share):
+    for (prompt, repeat), offset in _arrivals(prompts, offsets_s, rng):
+        if assign_share(f"{prompt.prompt_id}#{repeat}", salt, share):
             arm, reason = Arm.SPECULATIVE, f"in the canary share of {share:.3g}"
         else:
             arm, reason = Arm.TARGET_ONLY, f"outside the canary share of {share:.3g}"

@@ -491,6 +491,7 @@ def _noise_floor(graded: Graded, asked: Attribution, prompts: Sequence[Prompt]) 
         "diverged": sum(pair.divergence is not None for pair in pairs),
         "flipped": flipped,
         "tau": floor.tau if floor is not None else None,
+        "why_no_tau": asked.floor_note,
         "positions": floor.n if floor is not None else 0,
         "content_missed": floor.content_missed if floor is not None else None,
         "axes": [asdict(axis) for axis in floor.axes] if floor is not None else [],

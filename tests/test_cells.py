@@ -340,13 +340,6 @@ def test_no_calibration_is_not_estimated(rng):
         assert cell.saved_measured is not None
 
 
-def test_void_turns_are_left_out(rng):
-    """A turn in which the client was late takes no part, nor do its pairs."""
-    receipts = swept(rng, 8, 20.0, {4: 12.0}, rounds=4)
-    (load,) = cells.loads(receipts, void={("chat", "chat", 8, 4, 1)})
-    assert (load.cells[0].n_pairs, load.cells[0].n_rounds, load.target.n) == (24, 3, 32)
-
-
 def test_classes_of_mixed_traffic_share_their_turns(rng):
     """Throughput is of the whole turn, latency of each class by itself."""
     mixed = [

@@ -113,12 +113,9 @@ def test_what_does_not_pay_is_held():
 
 
 def test_inconclusive_says_how_many_more():
-    """The largest need is asked for; with the budget spent the route is held."""
+    """The largest need is asked for."""
     found = decided(finding(I, needed=40), finding(I, "max_error_rate", needed=199))
     assert found.reason.startswith("about 199 more requests are needed")
-    spent = decided(finding(I, needed=40), budget="spent")
-    assert spent.action is Action.HOLD
-    assert "does not suffice" in spent.reason
 
 
 def test_a_dry_run_does_not_count():
@@ -292,12 +289,12 @@ findings_strategy = st.lists(
 doubt = st.sampled_from(["", "a reason"])
 
 
-@given(st.lists(st.tuples(findings_strategy, doubt, doubt, st.sampled_from(["open", "spent"]))))
+@given(st.lists(st.tuples(findings_strategy, doubt, doubt)))
 def test_text_json_junit_and_exit_code_agree(routes):
     """Whatever was found, every form of the result says the same."""
     decisions = [
-        decided(*findings, invalid=invalid, unrepresentative=unrepresentative, budget=budget)
-        for findings, invalid, unrepresentative, budget in routes
+        decided(*findings, invalid=invalid, unrepresentative=unrepresentative)
+        for findings, invalid, unrepresentative in routes
     ]
     code = exit_code(decisions)
     suites = parsed(junit(decisions)).findall("testsuite")

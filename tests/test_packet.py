@@ -31,6 +31,7 @@ from speccheck.packet import (
     PacketView,
     RunEvidence,
     build_view,
+    outputs,
     packet_json_schema,
     pages,
     proof,
@@ -809,3 +810,12 @@ def test_verdicts_do_not_rest_on_colour(small: Written) -> None:
     for group in (("pass", "inconclusive", "error", "fail"), ("promote", "hold", "fall back")):
         used = [symbols[word] for word in group]
         assert len(set(used)) == len(used)
+
+
+def test_why_there_is_no_noise_floor_is_said():
+    """A server without log-probabilities is named as the reason, not that nobody asked."""
+    why = "the server gave no log-probabilities (HTTP 400)"
+    floor = dict.fromkeys(("pairs", "tokens", "diverged", "flipped", "positions"), 0)
+    floor |= {"tau": None, "content_missed": None, "axes": [], "why_no_tau": why}
+    found = outputs._noise_floor({"noise_floor": floor})
+    assert found.tau == Missing(why)

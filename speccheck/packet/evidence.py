@@ -238,6 +238,7 @@ class NoiseFloor(TypedDict):
     """Cases whose check came out differently in the two target-only runs."""
     tau: float | None
     """Largest change of the target's top-2 gap between two of its own computations, nats."""
+    why_no_tau: NotRequired[str]
     positions: int
     """Positions that tau was taken from."""
     content_missed: float | None

@@ -216,7 +216,7 @@ def _noise_floor(part: Mapping[str, Any]) -> view.NoiseFloorView | Missing:
         tokens=found["tokens"],
         diverged=found["diverged"],
         flipped=found["flipped"],
-        tau=known(found["tau"], "no gap was probed", "nats"),
+        tau=known(found["tau"], found.get("why_no_tau") or "no gap was probed", "nats"),
         positions=found["positions"],
         content_missed=known(found["content_missed"], "no gap was probed", "share"),
         axes=tuple(
