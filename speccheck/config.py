@@ -415,8 +415,9 @@ class FallbackConfig(Model):
     """Requests running on the speculative server without one token coming."""
     max_unreachable_s: Seconds | None = 15.0
     """No answer of the speculative server's /metrics, while target-only answers."""
-    window_s: Seconds | None = 600.0
-    """How far back the evidence reaches; None: to the beginning."""
+    windows_s: tuple[Seconds, ...] = (60.0, 600.0)
+    """How far back the evidence reaches: short windows see what breaks at once, long ones what is a
+    little off. None at all: to the beginning."""
     window_requests: Positive = 100
     """Speculative requests before which a window is not closed, however slow the traffic is."""
     min_requests: Positive = 10
@@ -435,6 +436,13 @@ class FallbackConfig(Model):
     period_s: Seconds = 86_400.0
     hooks: Annotated[HooksConfig, Field(exclude=True)] = HooksConfig()
     """Never written down with a run: the URL of a webhook is often a secret."""
+
+    @field_validator("windows_s")
+    @classmethod
+    def _growing(cls, value: tuple[float, ...]) -> tuple[float, ...]:
+        if any(b <= a for a, b in pairwise(value)):
+            raise ValueError("give growing lengths, each once")
+        return value
 
 
 class MixConfig(Model):

@@ -13,10 +13,11 @@ that completed before them and are still on their way.
 
 A window that is looked at after every request must not alarm more often than it says. The rules on
 receipts are the canary's monitors, valid at every look, begun anew every half window, so that two
-overlap and a change after a long calm is seen by one that began not long before it. Each is given
-the part of `false_alarms_per_day` that makes all of a day's windows together keep to it, whatever
-the traffic. What is counted or read off a gauge (verifier errors, refusals, stall, queue, a server
-that does not answer) is exact: it has no chance in it, and holds for as long as the settings say.
+overlap and a change after a long calm is seen by one that began not long before it; short windows
+see it soon, long ones see little of it. Each is given the part of `false_alarms_per_day` that makes
+all of a day's windows together keep to it, whatever the traffic. What is counted or read off a
+gauge (verifier errors, refusals, stall, queue, a server that does not answer) is exact: it has no
+chance in it, and holds for as long as the settings say.
 
 Hysteresis: a route falls back when a rule is certain to be beyond its limit, and comes back when
 the same rule is certain to be within it, on a small share and on new evidence.
@@ -32,6 +33,7 @@ from typing import Any, Literal
 
 from speccheck import measure, stats, telemetry
 from speccheck.config import FallbackConfig, Guardrails, Rollout
+from speccheck.errors import ExitCode
 from speccheck.guardrails import ALPHA_FAIL, RULES, RuleLimit, rule_limits
 from speccheck.monitors import AcceptanceMethod, Count, Monitor, Monitors
 from speccheck.records import (
@@ -51,11 +53,12 @@ from speccheck.telemetry import Snapshot
 LIVE_LIMITS: dict[str, float] = {
     "max_tpot_p50_regression": 0.10,
     "max_e2e_p50_regression": 0.10,
-    "max_acceptance_rate": 0.98,
+    "max_acceptance_rate": 0.95,
     "max_unsupported_requests": 2,
 }
 """Limits on live traffic where no file names any. A p95 takes hundreds of requests on each arm to
-fail, a median some dozens; a refusal or two is a client's slip, not a server's."""
+fail, a median some dozens; a refusal or two is a client's slip, not a server's; telling 1 from 0.98
+takes more than a thousand."""
 
 ENGINE_ERRORS = "max_engine_error_rate"
 VERIFIER_ERRORS = "max_verifier_errors"
@@ -80,6 +83,9 @@ DISABLED = "disabled"
 """What moves a route beside rules: time, a probation that went well, an operator."""
 
 _ENGINE_CLASSES = frozenset({"server_error", "stream_error", "bad_stream", "connection"})
+_LOST = _ENGINE_CLASSES | {"timeout", "stall"}
+"""Why the speculative arm lost an answer that target-only ended: what its hand-over says first."""
+
 _DOES_NOT_ADD_UP = "speculation metrics do not add up"
 """First words of a receipt's warning that its verifier's counts cannot be (see `client`)."""
 
@@ -129,12 +135,16 @@ class Settings:
     unrepresentative: str = ""
     """Why prompts are not the route's own; then only rules that hold on any workload count."""
 
-    @property
-    def alpha_fail(self) -> float:
-        """Level of failing of one window: half a window apart, a day's keep to the day's rate."""
-        if self.config.window_s is None:
+    def alpha_fail(self, length_s: float | None) -> float:
+        """Level of failing of one window of a length: a day's windows keep to the day's rate.
+
+        They begin half their length apart, and each length has its part of the rate.
+        """
+        if length_s is None:
             return ALPHA_FAIL
-        return min(self.config.false_alarms_per_day * self.config.window_s / 2 / DAY_S, 0.1)
+        config = self.config
+        per_day = config.false_alarms_per_day / len(config.windows_s)
+        return min(per_day * length_s / 2 / DAY_S, 0.1)
 
     @property
     def digest(self) -> str:
@@ -182,7 +192,7 @@ def sticky(config: FallbackConfig, unrepresentative: str = "") -> Settings:
     return Settings(
         config.model_copy(
             update={
-                "window_s": None,
+                "windows_s": (),
                 "min_requests": 1,
                 "most_fallbacks": 0,
                 "max_engine_error_rate": None,
@@ -218,6 +228,21 @@ class Failure:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Gauge:
+    """Where one rule stands: its estimate, its limit, and how near it is to turning the route off.
+
+    `weight` is the evidence for failing as a part of what fails it, in logarithms: 1 fails.
+    """
+
+    rule: str
+    cohort: str
+    estimate: Estimate
+    limit: float
+    unit: str
+    weight: float
+
+
 class Window:
     """Evidence on the speculative arm since some moment: the monitors, and what is counted."""
 
@@ -226,16 +251,19 @@ class Window:
         settings: Settings,
         route: str,
         began_ns: int,
+        length_s: float | None,
         *,
         watch: Monitors | None = None,
         reference_s: Iterable[float] = (),
     ) -> None:
         self.began_ns = began_ns
+        self.length_s = length_s
+        """None: it is never closed."""
         self.speculative = 0
         """Requests that the speculative arm served, or should have."""
         self._settings = settings
         self._failed: list[Monitor] = []
-        alpha = settings.alpha_fail
+        self.alpha_fail = alpha = settings.alpha_fail(length_s)
         config = settings.config
         rules = {name: limit for name, limit in settings.limits.items() if name != PROTECTED}
         self.watch: Monitors | Scraped
@@ -248,7 +276,10 @@ class Window:
                 acceptance=settings.acceptance,
                 floors=settings.floors,
                 alpha_fail=_RULE_SHARE * alpha,
-                slices=("prompt", "temperature"),
+                # A slice has too few requests for a short window to see anything of it.
+                slices=("prompt", "temperature")
+                if length_s is None or length_s == config.windows_s[-1]
+                else (),
                 keep=_KEEP,
             )
         else:
@@ -279,6 +310,7 @@ class Window:
         """Take in a finished request of the route."""
         if not isinstance(self.watch, Monitors):
             return
+        receipt = _as_served(receipt)
         self._failed += self.watch.add(receipt, share=share, late=late)
         counts = receipt.arm == Arm.SPECULATIVE and not (
             receipt.kept_off or receipt.warm_up or receipt.priority == "protected"
@@ -289,7 +321,7 @@ class Window:
         if self.engine_errors is not None and not (
             measure.is_refused(receipt) or receipt.outcome == Outcome.CANCELLED
         ):
-            self.engine_errors.add(event=receipt.error_class in _ENGINE_CLASSES)
+            self.engine_errors.add(event=receipt.error_class in _LOST - {"timeout"})
         if self.verifier_errors is not None and receipt.proposed_tokens is not None:
             self.verifier_errors.add(
                 event=any(text.startswith(_DOES_NOT_ADD_UP) for text in receipt.warnings)
@@ -407,6 +439,22 @@ class Window:
         if shown < stats.log_odds_against(measure.ALPHA):
             return ""
         return f"{rule}: {rate.events} of {rate.added} requests, certain to be under {limit:.3g}"
+
+
+def _as_served(receipt: Receipt) -> Receipt:
+    """What the speculative arm made of a request: an answer that it began and target-only ended
+    is a failure of the speculative arm, and its times are no one arm's.
+    """
+    cause = (receipt.handover_reason or "").partition(":")[0].strip()
+    if receipt.handover_from != Arm.SPECULATIVE or cause not in _LOST:
+        return receipt
+    return replace(
+        receipt,
+        arm=Arm.SPECULATIVE,
+        outcome=Outcome.ERROR,
+        error_class=cause,
+        decision="speculate",
+    )
 
 
 @dataclass
@@ -587,6 +635,31 @@ class Machine:
             self._go(RouteState.OFF, DISABLED, f"{who} turned speculation off", at, who=who)
         return self._next()
 
+    def gauges(self) -> list[Gauge]:
+        """Where each rule stands in the oldest long window; none while nothing speculates."""
+        if not self._windows:
+            return []
+        window = next(w for w in self._windows if w.length_s == self._windows[-1].length_s)
+        found = [
+            Gauge(
+                m.rule.name,
+                m.cohort,
+                m.estimate(),
+                m.rule.metric_limit(m.limit.limit),
+                m.rule.unit,
+                min(m.process.evidence(m.fails) / stats.log_odds_against(m.levels[m.fails]), 1.0),
+            )
+            for m in window.watch.monitors
+            if m.n
+        ]
+        errors, limit = window.engine_errors, self.settings.config.max_engine_error_rate
+        if errors is not None and limit is not None and errors.n:
+            e = errors.estimate(measure.ALPHA)
+            needs = stats.log_odds_against(_OWN_SHARE * window.alpha_fail)
+            weight = min(errors.evidence("over") / needs, 1.0)
+            found.append(Gauge(ENGINE_ERRORS, "", e, limit, "share", weight))
+        return found
+
     # --- taking in ------------------------------------------------------------------------------
 
     def _take(self, receipt: Receipt, at: int, share: float | None, late: str) -> None:
@@ -601,9 +674,13 @@ class Machine:
             return
         if receipt.scheduled_ns < self.since_ns and self.seq > 0:
             return  # sent under the state before
-        if receipt.arm == Arm.SPECULATIVE and receipt.outcome == Outcome.OK:
+        if (
+            receipt.arm == Arm.SPECULATIVE
+            and receipt.outcome == Outcome.OK
+            and receipt.handover_from is None
+        ):
             self._last_good_ns = at
-        if self.state is RouteState.ENABLED and self._given is None:
+        if self.state is RouteState.ENABLED:
             self._renew(at)
         for window in self._open(at):
             window.add(receipt, share=share, late=late)
@@ -630,29 +707,45 @@ class Machine:
         self._look(at)
 
     def _open(self, at: int) -> list[Window]:
-        """The windows that take evidence in, the first one begun; none while nothing speculates."""
+        """The windows that take evidence in, the first ones begun; none while nothing speculates.
+
+        A probation has one, which is never closed: it is small, and ends by itself.
+        """
         if self.share > 0 and not self._windows:
-            self._windows = [self._new_window(at)]
+            lengths = self.settings.config.windows_s
+            is_one = self.state is RouteState.PROBATION or not lengths
+            self._windows = [
+                self._new_window(at, length) for length in ((None,) if is_one else lengths)
+            ]
         return self._windows
 
-    def _new_window(self, at: int) -> Window:
+    def _new_window(self, at: int, length_s: float | None) -> Window:
         watch, self._given = self._given, None
-        return Window(self.settings, self.route, at, watch=watch, reference_s=self._reference_s)
+        return Window(
+            self.settings, self.route, at, length_s, watch=watch, reference_s=self._reference_s
+        )
 
     def _renew(self, at: int) -> None:
-        """Begin a window each half length, and close the one before the last."""
-        config = self.settings.config
-        if config.window_s is None or not self._windows:
+        """Begin a window each half length, and close the one before the last of that length."""
+        lengths = self.settings.config.windows_s
+        if not lengths or not self._windows:
             return
-        longest = _LONGEST * config.window_s
-        if self._received_ns is not None and at - self._received_ns >= 1e9 * longest:
+        longest_ns = 1e9 * _LONGEST * lengths[-1]
+        if self._received_ns is not None and at - self._received_ns >= longest_ns:
             self._windows = []
             return
-        young = self._windows[-1]
-        age_s = (at - young.began_ns) / 1e9
-        is_full = young.speculative >= config.window_requests or age_s >= longest
-        if age_s >= config.window_s / 2 and is_full:
-            self._windows = [young, self._new_window(at)]
+        kept: list[Window] = []
+        for length_s in lengths:
+            mine = [window for window in self._windows if window.length_s == length_s]
+            age_s = (at - mine[-1].began_ns) / 1e9
+            is_full = (
+                mine[-1].speculative >= self.settings.config.window_requests
+                or age_s >= _LONGEST * length_s
+            )
+            if age_s >= length_s / 2 and is_full:
+                mine = [mine[-1], self._new_window(at, length_s)]
+            kept += mine
+        self._windows = kept
 
     # --- deciding -------------------------------------------------------------------------------
 
@@ -856,6 +949,65 @@ def is_fallback(moved: Transition) -> bool:
         PROBATION,
         DISABLED,
     )
+
+
+def replay(
+    machine: Machine,
+    receipts: Iterable[Receipt],
+    samples: Iterable[Sample] = (),
+    operated: Iterable[Transition] = (),
+    *,
+    until_ns: int = 0,
+) -> list[Transition]:
+    """The transitions that a machine makes of what was kept; the machine is moved on.
+
+    Args:
+        machine: new, or restored from what came before.
+        receipts: in the order in which they were handed in.
+        samples: with the time at which they were handed in, as `taken_ns`.
+        operated: transitions that an operator made meanwhile.
+        until_ns: how far time went, where that is beyond the last of all these.
+    """
+    events: list[tuple[int, int, Receipt | Sample | Transition]] = []
+    latest = 0
+    for receipt in receipts:
+        latest = max(latest, receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns)
+        events.append((latest, 0, receipt))
+    events += [(sample.snapshot.taken_ns, 1, sample) for sample in samples]
+    events += [(moved.at_ns, 2, moved) for moved in operated]
+    events.sort(key=lambda event: event[:2])
+    made: list[Transition] = []
+    for at, _, event in events:
+        if isinstance(event, Receipt):
+            moved = machine.observe(event, at)
+        elif isinstance(event, Sample):
+            moved = machine.telemetry(event, at)
+        elif event.rule == RESET:
+            moved = machine.reset(at, event.who)
+        else:
+            moved = machine.disable(at, event.who)
+        while moved is not None:
+            made.append(moved)
+            moved = machine.tick(0)
+    end = max(until_ns, events[-1][0] if events else 0) + GRACE_NS + 1
+    while (moved := machine.tick(end)) is not None:
+        made.append(moved)
+    return made
+
+
+_EXIT = {
+    RouteState.ENABLED: ExitCode.PASS,
+    RouteState.PROBATION: ExitCode.INCONCLUSIVE,
+    RouteState.FELL_BACK: ExitCode.JUDGED_BAD,
+    RouteState.OFF: ExitCode.JUDGED_BAD,
+}
+
+
+def exit_code(states: Iterable[RouteState]) -> ExitCode:
+    """Where routes stand as an exit code, the worst first; no route could not be judged."""
+    codes = {_EXIT[state] for state in states}
+    worst = (ExitCode.JUDGED_BAD, ExitCode.INCONCLUSIVE, ExitCode.PASS)
+    return next((code for code in worst if code in codes), ExitCode.COULD_NOT_JUDGE)
 
 
 def on_clock(moved: Transition, wall_ns: int, *, now_wall_ns: int, now_ns: int) -> Transition:

@@ -39,6 +39,8 @@ from speccheck.records import (
     Measurement,
     Preference,
     Receipt,
+    RouteState,
+    Transition,
     Verdict,
     canonical_json,
     digest,
@@ -48,9 +50,10 @@ from speccheck.telemetry import Counted, Snapshot
 if TYPE_CHECKING:
     import duckdb
 
-STORE_VERSION = 5
+STORE_VERSION = 6
 """Version of SCHEMA. History: 1, the first; 2, verify steps and details of answers; 3, preferences
-of judges and reviewers; 4, drives, and the boot of each anchor; 5, hand-over of running answers."""
+of judges and reviewers; 4, drives, and the boot of each anchor; 5, hand-over of running answers;
+6, transitions of live routes."""
 
 SCHEMA = """
 CREATE TABLE store_version (
@@ -277,6 +280,38 @@ CREATE TABLE decisions (
     PRIMARY KEY (run_id, seq)
 );
 
+-- Live routes as they turned themselves off and on; each row holds the hash of the one before.
+CREATE TABLE transitions (
+    rollout VARCHAR NOT NULL,          -- name of the rollout; one chain per route of it
+    route VARCHAR NOT NULL,            -- the route
+    seq BIGINT NOT NULL,               -- 0, 1, 2 ... without gaps
+    run_id VARCHAR NOT NULL,           -- the run in which it was written; empty for none
+    wall_ns BIGINT NOT NULL,           -- wall clock, ns since 1970-01-01 UTC
+    at_ns BIGINT NOT NULL,             -- when it was due, on the clock of receipts
+    from_state VARCHAR NOT NULL,       -- enabled, fell_back, probation or off
+    to_state VARCHAR NOT NULL,         -- the same
+    rule VARCHAR NOT NULL,             -- guardrail or rule of the live guard; reset, disabled ...
+    cohort VARCHAR NOT NULL,           -- slice that failed; empty for the whole route
+    value DOUBLE,                      -- the estimate's, NULL where none moved the route
+    low DOUBLE,                        -- one-sided bound
+    high DOUBLE,                       -- one-sided bound
+    estimate_n BIGINT,                 -- independent units used by the method
+    method VARCHAR,                    -- of the interval
+    alpha DOUBLE,                      -- one-sided level of each bound; 0 where it is exact
+    limit_value DOUBLE,                -- the rule's limit
+    unit VARCHAR NOT NULL,             -- of value and limit
+    window_s DOUBLE,                   -- how long the evidence had been collected
+    n BIGINT NOT NULL,                 -- requests, scrapes or intervals it rests on
+    share DOUBLE NOT NULL,             -- of eligible traffic that may speculate from now on
+    fallbacks BIGINT NOT NULL,         -- within the period, this one included
+    why VARCHAR NOT NULL,              -- one sentence
+    who VARCHAR NOT NULL,              -- operator; empty where the guard decided
+    settings VARCHAR NOT NULL,         -- digest of the settings that it was decided by
+    previous_hash VARCHAR NOT NULL,    -- hash of row seq - 1; empty for the first
+    hash VARCHAR NOT NULL,             -- digest of this row with previous_hash
+    PRIMARY KEY (rollout, route, seq)
+);
+
 -- Results of stages; the last row of a stage stands, earlier ones stay.
 CREATE TABLE stages (
     run_id VARCHAR NOT NULL,           -- the run
@@ -301,6 +336,7 @@ CREATE TABLE samples (
 """
 
 _TIMINGS = SCHEMA[SCHEMA.index("CREATE VIEW timings") : SCHEMA.index("-- Answers in full")]
+_TRANSITIONS = SCHEMA[SCHEMA.index("CREATE TABLE transitions") : SCHEMA.index("-- Results of")]
 
 MIGRATIONS: Mapping[int, str] = {
     4: f"""
@@ -312,11 +348,13 @@ ALTER TABLE receipts ADD COLUMN handover_reason VARCHAR;
 DROP VIEW timings;
 {_TIMINGS}
 """,
+    5: _TRANSITIONS,
 }
 """Version -> what makes the next one of it; what was observed stays as it is."""
 
 Format = Literal["csv", "parquet", "jsonl"]
 Filter = str | int | bool | None | Sequence[str] | Sequence[int]
+
 
 _TABLES = tuple(re.findall(r"CREATE TABLE (\w+)", SCHEMA))
 _CLOCK_FIELDS = (
@@ -392,6 +430,19 @@ class RecordedDecision:
 
 class _OldStoreError(Exception):
     """A store that is opened to read and must be brought up to date first."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTransition:
+    """A transition of a live route with its place in the route's hash chain."""
+
+    rollout: str
+    run_id: str
+    wall_ns: int
+    settings: str
+    transition: Transition
+    previous_hash: str
+    hash: str
 
 
 class Store:
@@ -699,6 +750,22 @@ class Store:
         rows = self._rows(f"SELECT {names} FROM receipts{where} ORDER BY rowid", values)
         return [_receipt(row) for row in rows]
 
+    def arrived_after(
+        self, run_id: str, place: int, *, not_in: Sequence[str] = ()
+    ) -> tuple[list[Receipt], int]:
+        """Receipts of a run that came in after a place, in that order, and the place of the last.
+
+        Places grow from 0 with each receipt of the store; -1 is before all. `not_in` are stages
+        to leave out.
+        """
+        names = ", ".join(_RECEIPT_FIELDS)
+        rows = self._rows(
+            f"SELECT rowid, {names} FROM receipts WHERE run_id = ? AND rowid > ? "
+            "AND stage NOT IN (SELECT unnest(?::VARCHAR[])) ORDER BY rowid",
+            [run_id, place, list(not_in)],
+        )
+        return [_receipt(row[1:]) for row in rows], rows[-1][0] if rows else place
+
     def columns(
         self, run_id: str, names: Sequence[str], **filters: Filter
     ) -> dict[str, NDArray[Any]]:
@@ -875,6 +942,70 @@ class Store:
         """Decisions of a run, or of one route of it, in the order they were taken."""
         rows = self._rows("SELECT * FROM decisions WHERE run_id = ? ORDER BY seq", [run_id])
         return [_decision(row) for row in rows if route is None or row[4] == route]
+
+    def append_transition(
+        self, rollout: str, moved: Transition, *, run_id: str, wall_ns: int, settings: str
+    ) -> str:
+        """Add a transition to the chain of its route; returns its hash.
+
+        Args:
+            rollout: name of the rollout; a route stays off in whatever run of it.
+            moved: what happened, next in order to the last one kept.
+            run_id: the run in which it is written, empty for none.
+            wall_ns: wall clock of `moved.at_ns`.
+            settings: digest of the settings that it was decided by.
+
+        Raises:
+            StoreError: it does not follow the last one: somebody else moved the route.
+        """
+        with self._writing() as connection:
+            last = self._rows(
+                "SELECT seq, hash FROM transitions WHERE rollout = ? AND route = ? "
+                "ORDER BY seq DESC LIMIT 1",
+                [rollout, moved.route],
+            )
+            seq, previous = (last[0][0] + 1, last[0][1]) if last else (0, "")
+            if seq != moved.seq:
+                raise StoreError(
+                    f"{self.path}: route {moved.route} was moved by another process meanwhile "
+                    f"(transition {moved.seq} does not follow {seq - 1}); start this one again"
+                )
+            row = [
+                rollout,
+                moved.route,
+                seq,
+                run_id,
+                wall_ns,
+                moved.at_ns,
+                str(moved.before),
+                str(moved.after),
+                moved.rule,
+                moved.cohort,
+                *_estimate_row(moved.estimate),
+                moved.limit,
+                moved.unit,
+                moved.window_s,
+                moved.n,
+                moved.share,
+                moved.fallbacks,
+                moved.why,
+                moved.who,
+                settings,
+                previous,
+            ]
+            hashed = digest("transition", [_in_words(value) for value in row])
+            marks = ", ".join("?" * (len(row) + 1))
+            connection.execute(f"INSERT INTO transitions VALUES ({marks})", [*row, hashed])
+        return hashed
+
+    def transitions(self, rollout: str, route: str | None = None) -> list[RecordedTransition]:
+        """Transitions of the live routes of a rollout, or of one, each route's in order."""
+        rows = self._rows(
+            "SELECT * FROM transitions WHERE rollout = ? AND route = coalesce(?, route) "
+            "ORDER BY route, seq",
+            [rollout, route],
+        )
+        return [_transition(row) for row in rows]
 
     def put_stage(self, result: StageResult) -> None:
         """Record how a stage ended; it stands until the stage is put again."""
@@ -1114,15 +1245,17 @@ class Store:
 
     def _broken_chains(self) -> list[str]:
         problems: list[str] = []
-        expected: dict[str, tuple[int, str]] = {}
-        for *row, hashed in self._rows("SELECT * FROM decisions ORDER BY run_id, seq", []):
-            run_id, seq, previous = row[0], row[1], row[-1]
-            wanted_seq, wanted_previous = expected.get(run_id, (0, ""))
-            if (seq, previous) != (wanted_seq, wanted_previous):
-                problems.append(f"run {run_id}, decision {seq}: does not follow the one before")
-            if digest("decision", row) != hashed:
-                problems.append(f"run {run_id}, decision {seq}: was changed after it was taken")
-            expected[run_id] = (seq + 1, hashed)
+        for kind, owners in (("decision", ("run_id",)), ("transition", ("rollout", "route"))):
+            expected: dict[tuple[str, ...], tuple[int, str]] = {}
+            order = ", ".join((*owners, "seq"))
+            for *row, hashed in self._rows(f"SELECT * FROM {kind}s ORDER BY {order}", []):
+                owner, seq, previous = tuple(row[: len(owners)]), row[len(owners)], row[-1]
+                name = f"{'run' if kind == 'decision' else 'route'} {'/'.join(owner)}"
+                if (seq, previous) != expected.get(owner, (0, "")):
+                    problems.append(f"{name}, {kind} {seq}: does not follow the one before")
+                if digest(kind, [_in_words(value) for value in row]) != hashed:
+                    problems.append(f"{name}, {kind} {seq}: was changed after it was taken")
+                expected[owner] = (seq + 1, hashed)
         return problems
 
 
@@ -1351,6 +1484,37 @@ def _decision(row: tuple[Any, ...]) -> RecordedDecision:
         ),
         previous_hash=row[10],
         hash=row[11],
+    )
+
+
+def _transition(row: tuple[Any, ...]) -> RecordedTransition:
+    rollout, route, seq, run_id, wall_ns, at_ns, before, after, rule, cohort = row[:10]
+    limit, unit, window_s, n, share, fallbacks, why, who, settings, previous, hashed = row[16:]
+    return RecordedTransition(
+        rollout=rollout,
+        run_id=run_id,
+        wall_ns=wall_ns,
+        settings=settings,
+        transition=Transition(
+            route=route,
+            seq=seq,
+            at_ns=at_ns,
+            before=RouteState(before),
+            after=RouteState(after),
+            rule=rule,
+            cohort=cohort,
+            estimate=None if row[13] is None else Estimate(*row[10:16]),
+            limit=limit,
+            unit=unit,
+            window_s=window_s,
+            n=n,
+            share=share,
+            fallbacks=fallbacks,
+            why=why,
+            who=who,
+        ),
+        previous_hash=previous,
+        hash=hashed,
     )
 
 

@@ -67,6 +67,9 @@ GUARDED = (
 STALLING = (RUNNING, GENERATION_TOKENS)
 """What tells that requests run and no token comes."""
 
+_LONGEST_PAGE = 32 << 20
+"""Bytes of a page above which it is no page of metrics."""
+
 FAILED = "speccheck:scrape_failed"
 """Series of a scrape that failed, with the reason as its label, so that it can be kept as well."""
 
@@ -224,7 +227,12 @@ async def scrape(
             taken_ns = now_ns()
             if response.status != 200:
                 raise EngineError(f"{url}: HTTP {response.status}; is /metrics turned on?")
-            text = await response.text("utf-8", "replace")
+            page = bytearray()
+            async for chunk in response.content.iter_chunked(1 << 16):
+                page += chunk
+                if len(page) > _LONGEST_PAGE:
+                    raise EngineError(f"{url}: a page of over {_LONGEST_PAGE >> 20} MiB")
+            text = page.decode("utf-8", "replace")
     except TimeoutError:
         raise EngineError(f"{url}: no answer within {timeout_s:g} s") from None
     except (aiohttp.ClientError, OSError) as error:

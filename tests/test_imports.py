@@ -55,6 +55,7 @@ ORDER = [
     "monitors",
     "scraped",
     "fallback",
+    "hooks",
     "charts",
     "packet",
     "context",

@@ -33,6 +33,8 @@ from speccheck.records import (
     Finding,
     Measurement,
     Receipt,
+    RouteState,
+    Transition,
     Verdict,
     digest,
 )
@@ -701,12 +703,81 @@ def test_a_store_of_version_4_is_brought_up_to_date(tmp_path, mode):
         assert store.receipts("run-1", handover_at=7) == [joined]
     with duckdb.connect(path) as connection, duckdb.connect(tmp_path / "new.duckdb") as new:
         new.execute(SCHEMA)
-        for table in ("receipts", "timings"):
+        for table in ("receipts", "timings", "transitions"):
             described = f"DESCRIBE {table}"
             assert (
                 sorted(connection.execute(described).fetchall())
                 == sorted(new.execute(described).fetchall())
             )  # fmt: skip
+
+
+def moved(seq: int, **fields: typing.Any) -> Transition:
+    """A transition of route chat."""
+    values = {
+        "route": "chat",
+        "seq": seq,
+        "at_ns": 10 * seq,
+        "before": RouteState.ENABLED,
+        "after": RouteState.FELL_BACK,
+        "rule": "max_error_rate",
+        "cohort": "prompt <64",
+        "estimate": Estimate(0.5, 0.25, math.inf, 12, "beta-binomial e-process", 0.05),
+        "limit": 0.01,
+        "unit": "share",
+        "window_s": 12.5,
+        "n": 12,
+        "share": 0.0,
+        "fallbacks": 1,
+        "why": "error rate 50% is over the limit",
+        "who": "",
+    }
+    return Transition(**values | fields)
+
+
+def test_transitions_come_out_as_they_went_in_by_rollout_and_route(tmp_path):
+    """Each route of a rollout has a chain of its own, in whatever run it was written."""
+    timed = moved(1, estimate=None, limit=None, window_s=None, n=0, rule="cool_down", unit="")
+    with Store.open(tmp_path / "x.duckdb") as store:
+        for one, run_id in ((moved(0), "run-1"), (timed, "run-2")):
+            store.append_transition("a", one, run_id=run_id, wall_ns=7, settings="fallback:1")
+        other = moved(0, route="code")
+        store.append_transition("a", other, run_id="", wall_ns=8, settings="fallback:1")
+        store.append_transition("b", moved(0), run_id="", wall_ns=9, settings="fallback:2")
+        assert [r.transition for r in store.transitions("a")] == [moved(0), timed, other]
+        assert [r.run_id for r in store.transitions("a", "chat")] == ["run-1", "run-2"]
+        assert [(r.wall_ns, r.settings) for r in store.transitions("b")] == [(9, "fallback:2")]
+        assert store.verify() == []
+
+
+def test_a_transition_that_does_not_follow_is_refused(tmp_path):
+    """Two guards of one route: the second to write is told, and writes nothing."""
+    with Store.open(tmp_path / "x.duckdb") as store:
+        store.append_transition("a", moved(0), run_id="", wall_ns=1, settings="s")
+        for seq in (0, 2):
+            with pytest.raises(StoreError, match="moved by another process"):
+                store.append_transition("a", moved(seq), run_id="", wall_ns=1, settings="s")
+        assert len(store.transitions("a")) == 1
+
+
+def test_a_transition_that_was_changed_is_found(tmp_path):
+    """The chain covers every field of a row."""
+    path = tmp_path / "x.duckdb"
+    with Store.open(path) as store:
+        for seq in (0, 1):
+            store.append_transition("a", moved(seq), run_id="", wall_ns=1, settings="s")
+    with duckdb.connect(path) as connection:
+        connection.execute("UPDATE transitions SET high = 0.3 WHERE seq = 0")
+    with Store.read(path) as store:
+        assert store.verify() == ["route a/chat, transition 0: was changed after it was taken"]
+
+
+def test_receipts_after_a_place(full):
+    """What came in since the last look, in order, stages left out."""
+    with Store.read(full) as store:
+        every, last = store.arrived_after("run-1", -1)
+        assert every == store.arrived("run-1") == [receipt(0)]
+        assert store.arrived_after("run-1", last) == ([], last)
+        assert store.arrived_after("run-1", -1, not_in=["replay"]) == ([], -1)
 
 
 def test_a_store_that_no_migration_reaches_is_refused(full):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Literal, Protocol
 
 import numpy as np
@@ -407,8 +408,8 @@ class MeanRatio:
         return needed_for_mean(distance, self._sd(0) + self._sd(1), self.n, alpha=alpha)
 
 
-class RankBand:
-    """`sequential.rank_band` of a growing n, one step at a time."""
+class _Bands:
+    """`sequential.rank_band` of every n so far, found one step at a time."""
 
     def __init__(self, p: float, alpha: float) -> None:
         a, b = PRIOR_WEIGHT * p, PRIOR_WEIGHT * (1 - p)
@@ -417,27 +418,50 @@ class RankBand:
         self._enough = (
             log_odds_against(alpha) + math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
         )
+        self._known = [(0, 0)]
+
+    def _is_credible(self, count: int, n: int) -> bool:
+        (a, b), (inside, outside) = self._prior, self._steps
+        rest = n - count
+        mixture = math.lgamma(a + count) + math.lgamma(b + rest) - math.lgamma(a + b + n)
+        return mixture - count * inside - rest * outside < self._enough
+
+    def of(self, n: int) -> tuple[int, int]:
+        """Lowest and highest credible count of n."""
+        while len(self._known) <= n:
+            size = len(self._known)
+            low, high = self._known[-1]
+            # Evidence is convex in the count, so the band has no holes; its ends move by little.
+            while low < size and not self._is_credible(low, size):
+                low += 1
+            high = max(high, low)
+            while high < size and self._is_credible(high + 1, size):
+                high += 1
+            while high > low and not self._is_credible(high, size):
+                high -= 1
+            self._known.append((low, high))
+        return self._known[n]
+
+
+@lru_cache(maxsize=512)
+def _bands(p: float, alpha: float) -> _Bands:
+    """Shared by all processes of one level: windows that begin anew need the same ones again."""
+    return _Bands(p, alpha)
+
+
+class RankBand:
+    """`sequential.rank_band` of a growing n, one step at a time."""
+
+    def __init__(self, p: float, alpha: float) -> None:
+        self._bands = _bands(p, alpha)
         self.n = 0
         self.low = 0
         self.high = 0
 
-    def _is_credible(self, count: int) -> bool:
-        (a, b), (inside, outside) = self._prior, self._steps
-        rest = self.n - count
-        mixture = math.lgamma(a + count) + math.lgamma(b + rest) - math.lgamma(a + b + self.n)
-        return mixture - count * inside - rest * outside < self._enough
-
     def grow(self) -> None:
         """One more value."""
         self.n += 1
-        # Evidence is convex in the count, so the band has no holes; its ends move by little.
-        while self.low < self.n and not self._is_credible(self.low):
-            self.low += 1
-        self.high = max(self.high, self.low)
-        while self.high < self.n and self._is_credible(self.high + 1):
-            self.high += 1
-        while self.high > self.low and not self._is_credible(self.high):
-            self.high -= 1
+        self.low, self.high = self._bands.of(self.n)
 
 
 class QuantileRatio:
