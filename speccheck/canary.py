@@ -484,6 +484,8 @@ def _status(
             Action.INCONCLUSIVE: "reset" if _is_reset(words[-1]) else "undecided",
         }[words[-1].action]
         why = words[-1].reason
+    elif (fallen := standing_fallback(store, run_id, route)) is not None:
+        state, why, verdict = "off", _still_off(fallen, run_id).reason, Verdict.FAIL
     elif last is None:
         state, why, verdict = "not begun", "no request of its canary was sent", None
     if state == "reset" and last is None:

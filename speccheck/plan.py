@@ -29,6 +29,9 @@ from speccheck.records import (
 SLICE_PHASE = "slice-"
 """Beginning of the phases that try one server feature each: they are part of no other figure."""
 
+WARM_UP_ADVISED = 30
+"""Warm-up requests per arm under which step times may not be stable yet (STATS 5.5)."""
+
 BOTH_ARMS = (Arm.TARGET_ONLY, Arm.SPECULATIVE)
 
 
@@ -272,7 +275,7 @@ def warm_up(
     """`n` requests per arm that are driven and kept, but never estimated from.
 
     They run as phase `warmup-<phase>` with a cache of their own, so that the measured prompts
-    stay cold. Thirty and more are advised: graphs and drafters' caches settle late.
+    stay cold. `WARM_UP_ADVISED` and more are advised: graphs and drafters' caches settle late.
     """
     if not prompts and n:
         raise UsageError("no prompts to warm up with: give a corpus that has some for this route")

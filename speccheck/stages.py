@@ -636,6 +636,11 @@ def _keep(run: RunContext, stage: Stage, judged: Judged, started: str) -> None:
         if made.action is not Action.PROMOTE
     ]
     counters, notes = _counters(run, stage)
+    if stage in LIVE and run.rollout.warm_up < plan.WARM_UP_ADVISED:
+        notes.append(
+            f"servers were warmed up with {run.rollout.warm_up} requests per arm, "
+            f"{plan.WARM_UP_ADVISED} are advised (warm_up): graphs and drafters' caches settle late"
+        )
     late, held = _unfit(health) if receipts and judged.decisions else ("", "")
     void = ""
     if late:

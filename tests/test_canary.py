@@ -529,6 +529,19 @@ def test_status_before_a_canary_could_not_judge(folder, monkeypatch) -> None:
     assert "chat: not begun" in text
 
 
+def test_status_says_off_before_a_new_run_has_begun_its_canary(folder, monkeypatch) -> None:
+    """What keeps a route off was decided in another run: exit code 1 and its reason, as the canary
+    of this run would say, and not "not begun".
+    """
+    stage(folder, World(dead), monkeypatch)
+    with open_run(folder / "rollout.yaml", folder / "out", Quiet(), fresh=True):
+        pass
+    code, text = page(folder)
+    assert code == ExitCode.JUDGED_BAD
+    assert "chat: off" in text
+    assert "stays off until `speccheck canary reset`: " in " ".join(text.split())
+
+
 def test_status_in_mid_canary_says_how_many_are_missing(folder, monkeypatch) -> None:
     """Stopped after 60 requests: exit code 3, and how many more clean requests pass."""
     world = World()

@@ -108,3 +108,11 @@ def test_the_stage_keeps_the_floor(tmp_path):
     assert floor["ratios"]["ttft_p50_ratio"]["n"] == len(pairs)
     (why,) = [f.why for d in ended.decisions for f in d.findings if f.rule == "min_speedup"]
     assert "noise floor" in why
+
+
+@pytest.mark.parametrize(("warm_up", "notes"), [(3, 1), (30, 0)])
+def test_a_short_warm_up_is_said_in_the_packet(tmp_path, warm_up, notes):
+    """Step times settle late (STATS 5.5): fewer than 30 requests per arm are not passed over."""
+    with attached_pair(tmp_path, client_limits=LOOSE, warm_up=warm_up) as pair:
+        told = pair.run(Stage.SHADOW).to_dict()["stages"]["shadow"]["notes"]
+    assert sum(f"warmed up with {warm_up} requests per arm" in note for note in told) == notes
