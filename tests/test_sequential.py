@@ -143,9 +143,9 @@ def test_clean_requests_only_lower_the_evidence():
 
 
 def test_error_rate_false_alarms():
-    """At a true rate of 1 %, 20,000 requests, a look after each: 2.4 % at a nominal 5 %.
+    """At a true rate of 1 %, 20,000 requests, a look after each: about 3 % at a nominal 5 %.
 
-    400 runs: the chance of more than 20 alarms at a true 2.4 % is under 1 %. A fixed-n test that
+    400 runs: the chance of more than 20 alarms at a true 3 % is 2 %. A fixed-n test that
     is repeated at every error alarms in a third of the runs.
     """
     rng = np.random.default_rng(3)
