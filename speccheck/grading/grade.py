@@ -45,7 +45,23 @@ def need(check: Mapping[str, Any], key: str) -> Any:
     return check[key]
 
 
+# The end is a fence of its own line, at least as long, without a word: ```python begins another.
+_BLOCK = re.compile(
+    r"(?P<in>(?:^|(?<=\n))[ \t]*)?(?P<fence>`{3,}|(?:^|(?<=\n))~{3,})[^`\n]*\n"
+    r"(?P<block>.*?)(?:(?:^|(?<=\n))[ \t]*(?P=fence)[`~]*[ \t]*(?=\n|\Z)|\Z)",
+    re.DOTALL,
+)
+
+
 def unfenced(text: str) -> str:
-    """The first ``` block of an answer, or the whole text where there is none."""
-    block = re.search(r"```[\w+-]*[ \t]*\n(.*?)(?:\n[ \t]*```|\Z)", text, re.DOTALL)
-    return block.group(1) if block else text
+    """The first ``` (or ~~~) block of an answer, or the whole text where there is none.
+
+    The indentation of its fence is taken off its lines (a block in a list), as CommonMark has it.
+    """
+    text = text.replace("\r\n", "\n")
+    found = _BLOCK.search(text)
+    if found is None:
+        return text
+    block = found["block"].removesuffix("\n")
+    depth = len(found["in"] or "")
+    return re.sub(rf"(?m)^[ \t]{{1,{depth}}}", "", block) if depth else block

@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
 
 from speccheck.grading.blind import AnswerPair, Choice, preferred
 from speccheck.grading.grade import shown
@@ -78,11 +76,15 @@ def verdict_in(reply: str) -> Choice | None:
     'tie'
     """
     found = None
-    for text in re.findall(r"\{[^{}]*\}", reply):
+    decoder = json.JSONDecoder()
+    at = reply.find("{")
+    while at >= 0:
         try:
-            value: Any = json.loads(text)
-        except ValueError:
-            continue
-        winner = str(value.get("winner", "")).strip().casefold().removeprefix("answer").strip()
-        found = _WINNERS.get(winner, found)
+            value, end = decoder.raw_decode(reply, at)
+        except (ValueError, RecursionError):
+            end = at + 1
+        else:
+            winner = str(value.get("winner", "")).strip().casefold().removeprefix("answer").strip()
+            found = _WINNERS.get(winner, found)
+        at = reply.find("{", end)
     return found or _WINNERS.get(reply.strip().strip("\"'.").casefold())

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,14 +25,45 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if math.isinf(value):
+        raise ValueError(f"beyond what a number holds: {digits}")
+    return value
+
+
+def _whole(digits: str) -> int:
+    _finite(digits)
+    return int(digits)
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, n in Counter(key for key, _ in pairs).items() if n > 1)
+        raise ValueError(f"field {twice!r} comes twice")
+    return found
+
+
 def _parsed(text: str) -> tuple[Any, str]:
-    """The value and an empty problem, or None and the problem."""
+    """The value and an empty problem, or None and the problem.
+
+    Strict where parsers differ (RFC 8259): a name that comes twice, as when a token is doubled,
+    NaN, and numbers that no float holds are faults.
+    """
     try:
-        return json.loads(text.strip(), parse_constant=_refuse_constant), ""
+        value = json.loads(
+            text.strip(),
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            parse_int=_whole,
+            object_pairs_hook=_once,
+        )
     except RecursionError:
         return None, "nested too deeply"
     except ValueError as error:
         return None, f"no JSON: {shown(error)}"
+    return value, ""
 
 
 def _same(a: Any, b: Any) -> bool:

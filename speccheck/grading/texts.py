@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from decimal import Decimal
 from typing import Any
 
@@ -154,18 +154,28 @@ def check_format(check: Mapping[str, Any], text: str) -> Grade:
 
 
 _QUOTED = re.compile(r'"([^"\n]{1,600})"|“([^”\n]{1,600})”|«([^»\n]{1,600})»')
-_MARK = re.compile(r"\[([^\[\]\n]{1,40})\]")
+_MARK = re.compile(r"\[([^\[\]\n]{1,40})\](?!\()")
+
+
+def _marks(text: str, sources: Container[str]) -> list[str]:
+    """What stands in brackets, each of several ([K1, K2]) by itself; a link's text is none."""
+    found = []
+    for mark in _MARK.findall(text):
+        parts = [mark] if mark in sources else re.split(r"\s*[,;]\s*", mark.strip())
+        found += parts
+    return found
 
 
 def check_citations(check: Mapping[str, Any], text: str) -> Grade:
-    """Marks like [K1]: only of given sources, each one in `must_cite`, each text in `contains`.
+    """Marks like [K1] or [K1, K2]: only of given sources, each in `must_cite`, each text in
+    `contains`.
 
     Where `sources` gives the texts too (id -> text), what stands in quotation marks must stand in
     the source that is cited after it in the same sentence, or in any source where none is; at least
     `quotes` such passages of three words and more are needed.
     """
     sources = need(check, "sources")
-    cited = _MARK.findall(text)
+    cited = _marks(text, sources)
     for mark in cited:
         if mark not in sources:
             return failed(f"cites {shown(mark)}, which is no source")
@@ -194,7 +204,8 @@ def _misquoted(sources: Mapping[str, str], text: str, least: int) -> str:
         if len(quote.split()) < 3:
             continue  # a title or a single word is no quotation of a source
         rest = re.split(r"[.!?](?:\s|$)|\n", text[match.end() :], maxsplit=1)[0]
-        where = [mark for mark in _MARK.findall(rest)[:1] if mark in known] or list(known)
+        after = _MARK.search(rest)
+        where = _marks(after.group(), known) if after else list(known)
         if not any(quote.rstrip(".,;:!?").casefold() in known[mark] for mark in where):
             named = where[0] if len(where) == 1 else "any source"
             return f"quotes {shown(quote)}, which does not stand in {named}"
