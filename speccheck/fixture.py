@@ -298,7 +298,7 @@ def _chi_squares(right: Reference, runs: Runs, chi2_sf: Chi2Tail) -> tuple[ChiSq
     for group, probabilities in right.groups.items():
         codes = _code([runs.tokens[:, i] for i in group], n_tokens)
         observed = np.bincount(codes, minlength=len(probabilities))
-        statistic, df = _chi_square(observed, probabilities * len(runs.tokens))
+        statistic, df = chi_square(observed, probabilities * len(runs.tokens))
         p_value = 0.0 if math.isinf(statistic) else chi2_sf(statistic, df) if df else 1.0
         name = " and ".join(str(i + 1) for i in group)
         name = f"positions {name}" if len(group) > 1 else f"position {name}"
@@ -314,7 +314,7 @@ def _code(tokens: Sequence[Any], n_tokens: int) -> Any:
     return code
 
 
-def _chi_square(observed: Row, expected: Row) -> tuple[float, int]:
+def chi_square(observed: Row, expected: Row) -> tuple[float, int]:
     """(statistic, degrees of freedom); infinite where something impossible was observed.
 
     Cells that expect fewer than 5 are pooled, the usual condition for the chi-square tail.

@@ -309,6 +309,11 @@ def _tails(
         yield from _tails(laws, (*tokens, token), weight * mass, known)
 
 
+def blocks(decoding: Decoding, state: State) -> list[tuple[tuple[int, ...], Any]]:
+    """(block, probability) of everything that can be drafted from `state`."""
+    return [(drafted, w) for drafted, w, _ in _drafts(decoding, state, (), Fraction(1), {})]
+
+
 Round = dict[tuple[tuple[int, ...], int, State], Any]
 """Probability by (committed tokens, tau, state after)."""
 

@@ -27,6 +27,7 @@ from speccheck import (
     fixture,
     graded,
     guardrails,
+    kernels,
     launch,
     measure,
     plan,
@@ -39,6 +40,7 @@ from speccheck import (
     sweep,
     tables,
     tally,
+    vllm,
 )
 from speccheck.config import Route, package_dir, resolve
 from speccheck.context import (
@@ -150,11 +152,35 @@ def fixture_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     texts = [fixture.format_trace(trace) for trace in result.traces]
     run.write("traces.txt", "\n\n".join(texts) + "\n")
     run.write("traces.json", json.dumps(list(result.traces), indent=1))
+    conforms = _vllm_kernels(run, table, algorithm, draft_sampling)
+    reasons = [*result.reasons, *conforms.get("reasons", ())]
     return Judged(
-        evidence=result.to_dict(),
-        reasons=list(result.reasons),
-        verdict=Verdict[result.verdict.upper()],
+        evidence=result.to_dict() | ({"kernels": conforms} if conforms else {}),
+        reasons=reasons,
+        verdict=Verdict.FAIL if reasons else Verdict.PASS,
     )
+
+
+def _vllm_kernels(
+    run: RunContext, table: Table, algorithm: str, draft_sampling: str
+) -> Mapping[str, Any]:
+    """What the vLLM at hand makes of the table: `kernels.Kernels`, {"not_run": why}, or nothing
+    where the engine is another one, or attached and no vLLM is here.
+    """
+    if run.rollout.engine == "embedded":
+        return {}
+    installed = vllm.find(run.rollout.vllm.python)
+    if installed is None:
+        return {}
+    run.report.line(f"  the rejection sampler of vLLM {installed.version} on the same table")
+    found = kernels.run(
+        table,
+        installed.python,
+        algorithm=algorithm,
+        draft_sampling=draft_sampling,
+        chi2_sf=stats.chi2_sf,
+    )
+    return {"not_run": found} if isinstance(found, str) else found.to_dict()
 
 
 def _worked_seeds(table: Table, algorithm: str, draft_sampling: str) -> tuple[int, ...]:

@@ -30,6 +30,8 @@ ORDER = [
     "turns",
     "supervise",
     "vllm",
+    "in_vllm",
+    "kernels",
     "launch",
     "client",
     "eligibility",

@@ -101,8 +101,14 @@ def fixture_view(evidence: RunEvidence) -> view.FixtureView | Missing:
         ),
         traces=tuple(_trace(trace) for trace in result["traces"]),
         controls=tuple(_control(control) for control in result["negative_controls"]),
-        not_covered=NOT_COVERED,
+        not_covered=(*NOT_COVERED, *_kernels_not_run(result)),
     )
+
+
+def _kernels_not_run(result: Mapping[str, Any]) -> Iterable[str]:
+    kernels = result.get("kernels") or {}
+    if "not_run" in kernels:
+        yield f"vLLM's own rejection sampler: {kernels['not_run']}"
 
 
 def _verification(algorithm: str, draft_sampling: str) -> str:
@@ -199,6 +205,23 @@ def _tolerances(result: Mapping[str, Any]) -> Iterable[view.ToleranceLine]:
             observed=_number(abs(counter["observed"] - counter["expected"])),
             where="over all runs",
             mark=WITHIN if counter["within"] else OUTSIDE,
+        )
+    kernels = result.get("kernels") or {}
+    if "version" in kernels:
+        name = f"vLLM {kernels['version']}'s own rejection sampler ({kernels['device']})"
+        yield view.ToleranceLine(
+            name=f"{name}: chi-square p of whole rounds, at least",
+            declared=Figure("", kernels["level"], "p"),
+            observed=Figure("", kernels["p_value"], "p"),
+            where=f"{kernels['n']} first rounds",
+            mark=WITHIN if kernels["p_value"] >= kernels["level"] else OUTSIDE,
+        )
+        yield view.ToleranceLine(
+            name=f"{name}: rounds at temperature 0 that are not the argmaxes",
+            declared=_number(0.0),
+            observed=_number(kernels["greedy_wrong"]),
+            where=f"{kernels['greedy_rounds']} rounds in the same batch",
+            mark=OUTSIDE if kernels["greedy_wrong"] else WITHIN,
         )
 
 
