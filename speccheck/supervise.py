@@ -32,9 +32,10 @@ def main(argv: Sequence[str]) -> int:
     child = subprocess.Popen(argv[1:], process_group=0, preexec_fn=_end_with_parent)  # noqa: PLW1509
     try:
         return child.wait()
-    except SystemExit:
+    finally:
+        # Also where it ended by itself: a server that was killed leaves its engine behind, with the
+        # memory that the next one needs.
         _stop_group(child)
-        raise
 
 
 def _ended(signum: int, _frame: FrameType | None) -> None:
@@ -46,15 +47,25 @@ def _end_with_parent() -> None:
 
 
 def _stop_group(child: subprocess.Popen[bytes]) -> None:
-    os.killpg(child.pid, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
-    while child.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.05)
-    try:
-        os.killpg(child.pid, signal.SIGKILL)  # what is left of the group, workers included
-    except ProcessLookupError:
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, signal.SIG_IGN)  # a second one would leave the job half done
+    if not _signal(child.pid, signal.SIGTERM):
         return
+    deadline = time.monotonic() + GRACE_S
+    while _signal(child.pid, 0) and time.monotonic() < deadline:
+        child.poll()  # a zombie would keep its group alive
+        time.sleep(0.05)
+    _signal(child.pid, signal.SIGKILL)  # what is left of the group, workers included
     child.wait()
+
+
+def _signal(group: int, signum: int) -> bool:
+    """Signal a process group; whether anybody was left in it."""
+    try:
+        os.killpg(group, signum)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -220,7 +220,7 @@ def test_what_follows_from_speculation():
 
 TREE = """
 import os, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]);
 print(os.getpid(), child.pid, flush=True)
 time.sleep(600)
 """
@@ -265,6 +265,31 @@ def test_a_server_does_not_outlive_its_parent(tmp_path, how):
     os.kill(parent.pid, how)
     parent.wait(60)
     assert eventually(lambda: not any(map(alive, pids)))
+
+
+@pytest.mark.parametrize("deaf", [False, True], ids=["ends when told", "deaf to it"])
+def test_what_a_server_leaves_behind_ends_with_it(tmp_path, monkeypatch, deaf):
+    """A server that is killed has no time to end its engine; its supervisor does, with SIGKILL if
+    need be, and says how the server ended.
+    """
+    out = tmp_path / "pids"
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if deaf else ""
+    tree = TREE.replace("import time;", f"{ignore}import time; print(1, flush=True);").replace(
+        "]);", "], stdout=subprocess.PIPE); child.stdout.readline();"
+    )
+    code = (
+        f"import sys; from speccheck import supervise; supervise.GRACE_S = {0.2 if deaf else 60};"
+        "sys.exit(supervise.main(sys.argv[1:]))"
+    )
+    with out.open("w") as file:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-c", code, str(os.getpid()), sys.executable, "-c", tree], stdout=file
+        )
+    assert eventually(lambda: out.read_text().endswith("\n"))
+    server, engine = (int(word) for word in out.read_text().split())
+    os.kill(server, signal.SIGKILL)
+    assert supervisor.wait(60) == 256 - signal.SIGKILL
+    assert not alive(engine)
 
 
 def test_a_servers_exit_code_is_its_own():
