@@ -22,7 +22,7 @@ from io import StringIO
 from typing import Any
 
 from speccheck.decision import KEPT_OFF, is_kept_off
-from speccheck.eligibility import KNOWN_FEATURES, Eligibility
+from speccheck.eligibility import KNOWN_FEATURES, Eligibility, Range
 from speccheck.errors import UsageError
 from speccheck.guardrails import RULES
 from speccheck.matrix import Matrix, MatrixRow, Refusal
@@ -111,21 +111,97 @@ def propose(
         found += failed
         notes += open_
         if not any(rule.when == {"route": route} for rule in found):
-            found += _target_only(route, mine)
-            speculate, unusable = _speculate(route, mine, usable_k)
+            split = [row for row in mine if _is_split(row, failed)]
+            kept = [row for row in mine if row not in split]
+            found += _target_only(route, kept)
+            speculate, unusable = _speculate(route, kept, usable_k)
             found += speculate
             notes += unusable
-            undecided = [_figure(row) for row in mine if row.verdict == "inconclusive"]
-            rest = (
-                "nothing else was measured on this route and found to pay"
-                if speculate
-                else "nothing on this route was found to pay so far"
-            )
-            found.append(
-                ProposedRule("the rest", {"route": route}, "target_only", None, rest, (*undecided,))
-            )
+            undecided = [_figure(row) for row in kept if row.verdict == "inconclusive"]
+            undecided += [
+                f"{row.name}: in part kept off above; of the rest: not known" for row in split
+            ]
+            is_live = any(not _is_closed_loop(row) for row in mine)
+            if failed and not is_live and not speculate:
+                found += _not_decided(route, old, undecided)
+            else:
+                found.append(_the_rest(route, undecided, is_else=bool(speculate)))
         rules += found
     return Proposal(run_id, tuple(_named(rules)), tuple(notes))
+
+
+def _the_rest(route: str, undecided: Sequence[str], *, is_else: bool) -> ProposedRule:
+    why = (
+        "nothing else was measured on this route and found to pay"
+        if is_else
+        else "nothing on this route was found to pay so far"
+    )
+    return ProposedRule("the rest", {"route": route}, "target_only", None, why, (*undecided,))
+
+
+_NOT_DECIDED = "not decided"
+
+
+def _not_decided(
+    route: str, old: Eligibility | None, undecided: Sequence[str]
+) -> list[ProposedRule]:
+    """What is left of a route that failed in some slices and has seen no live traffic yet.
+
+    Kept off too, the next run's shadow and canary would have nothing to look at. Where a person
+    wrote a policy its own rules say what becomes of the rest, so there is none of ours.
+    """
+    ours = f"{route}: {_NOT_DECIDED}"
+    if old is not None and all(rule.name != ours for rule in old.rules):
+        return []
+    why = "nothing is known against it; the next run's shadow and canary decide"
+    return [ProposedRule(_NOT_DECIDED, {"route": route}, "speculate", None, why, (*undecided,))]
+
+
+def _is_split(row: MatrixRow, failed: Sequence[ProposedRule]) -> bool:
+    """Whether a row's regressions are those of a slice that a rule keeps off, and the row has more.
+
+    Such a row pools what failed with what did not (both temperatures of few prompts): it says
+    nothing of the second.
+    """
+    if not row.quality_regressions or row.refused or row.cohort["priority"] == "protected":
+        return False
+    return any(_covers_part(rule.when, row) for rule in failed)
+
+
+def _covers_part(when: Mapping[str, Any], row: MatrixRow) -> bool:
+    """Whether some of a row's requests meet these conditions, and some do not."""
+    region = _region(row)
+    held: list[tuple[bool, bool]] = []  # by condition: (some do, all do)
+    for name, bands, table in (
+        ("temperature", region["temperature_band"], _TEMPERATURES),
+        ("prompt_tokens", region["prompt_band"], _PROMPTS),
+    ):
+        if name in when:
+            wanted = Range.model_validate(when[name])
+            met = [band in table and _lies_within(table[band], wanted) for band in bands]
+            held.append((any(met), all(met)))
+    if "task" in when:
+        met = [task in when["task"] for task in region["task"]]
+        held.append((any(met), all(met)))
+    if "features" in when or "concurrency" in when:
+        return False  # their rows are not pooled over these
+    return bool(held) and all(some for some, _ in held) and not all(every for _, every in held)
+
+
+def _lies_within(band: Mapping[str, float], wanted: Range) -> bool:
+    """Whether every value of a band is wanted, by its ends."""
+    inside = []
+    if "at_least" in band:
+        inside.append(wanted.holds(band["at_least"]))
+    if "above" in band:
+        inside.append(wanted.holds(band["above"] + 1e-9))
+    if "at_most" in band:
+        inside.append(wanted.holds(band["at_most"]))
+    if "below" in band:
+        inside.append(wanted.holds(band["below"] - 1e-9))
+    if not {"at_most", "below"} & band.keys():
+        inside.append(wanted.at_most is None and wanted.below is None)
+    return all(inside)
 
 
 # --- what stays on target-only ------------------------------------------------------------------
@@ -174,6 +250,7 @@ def _failed(
         )
         for when, group in by_slice.values()
     ]
+    rules = _without_implied(rules)
     rules += _still_failing(route, old, [f for f in mine if is_kept_off(f)])
     whole = [f for f in mine if not f.cohort and (f.rule, f.stage) not in explained]
     # What is refused has a rule of its own already.
@@ -203,6 +280,19 @@ def _failed(
         for f in whole
         if f.rule not in ("max_unsupported_requests", "min_speedup")
     ]
+
+
+def _without_implied(rules: Sequence[ProposedRule]) -> list[ProposedRule]:
+    """Rules that no other implies by asking for less; their figures go to the one that does."""
+    found: list[ProposedRule] = []
+    for rule in sorted(rules, key=lambda r: len(r.when)):
+        for i, other in enumerate(found):
+            if other.when.items() <= rule.when.items():
+                found[i] = replace(other, figures=(*other.figures, *rule.figures))
+                break
+        else:
+            found.append(rule)
+    return found
 
 
 def _still_failing(

@@ -252,6 +252,49 @@ def test_quality_that_got_worse_is_kept_off_at_any_load(rng):
     assert not decide(policy_of(made), facts(task="sql")).speculates
 
 
+def few_at_two_temperatures(rng):
+    """A replay of few prompts, whose cohorts pool both temperatures, and what failed in it."""
+    receipts = pairs(rng, 12, stage="replay", task="json", phase="greedy")
+    warm = {"temperature": 0.7, "temperature_band": "mid", "phase": "sampled"}
+    receipts += pairs(rng, 12, stage="replay", task="json", **warm)
+    quality = {"sampled": {f"p{i}": "regression" for i in range(8)}}
+    return receipts, quality
+
+
+@pytest.mark.parametrize("cohort", ["temperature 0.7", "temperature > 0"])
+def test_a_failed_temperature_leaves_the_other_to_the_next_run(rng, cohort):
+    """Replay alone ran, its sampled half failed: the greedy half is left for the next run's shadow
+    and canary to decide, not kept off for what its neighbours did.
+    """
+    receipts, quality = few_at_two_temperatures(rng)
+    found = [fail("max_quality_regression_cases", c) for c in ("", cohort, f"{cohort}, json")]
+    made = proposed(receipts, rng, found, quality=quality)
+    policy = policy_of(made)
+    assert not decide(policy, facts(temperature=0.7)).speculates
+    assert decide(policy, facts(temperature=0.0)).speculates
+    assert [r.use for r in policy.rules] == ["target_only", "speculate"]
+    again = policy_of(proposed(receipts, rng, found, quality=quality, old=policy))
+    assert decide(again, facts(temperature=0.0)).speculates
+
+
+def test_a_persons_own_rules_say_what_becomes_of_the_rest(rng):
+    """Where a policy was there already, what failed is kept off above it and nothing is added."""
+    receipts, quality = few_at_two_temperatures(rng)
+    own = Eligibility.model_validate(
+        {"rules": [{"name": "mine", "use": "target_only", "reason": "not yet"}]}
+    )
+    found = [fail("max_quality_regression_cases", "temperature 0.7")]
+    made = proposed(receipts, rng, found, quality=quality, old=own)
+    assert {rule.use for rule in made.rules} == {"target_only"}
+
+
+def test_regressions_that_no_slice_explains_keep_their_row_off(rng):
+    """The slice that failed is another one: the row's own regressions count against it."""
+    receipts, quality = few_at_two_temperatures(rng)
+    made = proposed(receipts, rng, [fail("max_output_drift", "prompt >=4096")], quality=quality)
+    assert not decide(policy_of(made), facts(temperature=0.0)).speculates
+
+
 # --- any matrix ---------------------------------------------------------------------------------
 
 PROMPT = {"<64": 20, "64-255": 100, "256-1023": 500}
