@@ -220,7 +220,8 @@ class VllmServers(Model):
     gpus: ArmGpus | None = None
     """Which GPUs each server sees; None leaves CUDA_VISIBLE_DEVICES as it is."""
     layout: Literal["side_by_side", "alternate"] = "side_by_side"
-    """Both at once, or one after the other where only one fits."""
+    """Both at once, or in turns where only one fits: then replay is what can run, since shadow and
+    canary send to both."""
     start_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 900.0
 
     @field_validator("args")

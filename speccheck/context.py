@@ -15,6 +15,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -156,6 +157,16 @@ class RunContext:
             for arm in pair
         }
 
+    def target(self) -> Endpoint:
+        """The target-only arm, running; where servers take turns, it takes its own.
+
+        Raises:
+            EngineError: it does not start.
+        """
+        if (turns := self.arms().turns) is not None:
+            turns.take(Arm.TARGET_ONLY)
+        return self.endpoints()[Arm.TARGET_ONLY]
+
     def draft(self) -> Endpoint | None:
         """The draft model served alone, where there is one to serve; started at the first call.
 
@@ -214,13 +225,13 @@ class RunContext:
             self.store.append_receipts(batch)
 
         async def driven(
-            endpoints: Mapping[Arm, Endpoint],
+            turn: Sequence[PlannedRequest], arms: Sequence[Arm]
         ) -> tuple[DriveReport, dict[Arm, telemetry.Counted | str]]:
-            before = await self._scrape()
-            async with self._watching(tuple(Arm) if stages <= set(LIVE) else ()) as watched:
+            before = await self._scrape(arms)
+            async with self._watching(arms if stages <= set(LIVE) else ()) as watched:
                 report = await drive(
-                    left,
-                    endpoints,
+                    turn,
+                    self.endpoints(),
                     clock=MonotonicClock(),
                     run_id=self.run_id,
                     write=write,
@@ -230,30 +241,35 @@ class RunContext:
                     give_up_after=give_up_after,
                     limits=self.rollout.client_limits,
                 )
-            return report, _counted(before, await self._scrape(), watched)
+            return report, _counted(before, await self._scrape(arms), watched)
 
         with self.report.phase(label, len(left)):
             if not left:
                 return
-            report, counters = asyncio.run(driven(self.endpoints()))
-        sent = [request for request in left if not request.warm_up]
-        speculated = {request.route for request in left if request.arm is Arm.SPECULATIVE}
-        self.store.append_drive(
-            self.run_id,
-            store.DriveRecord(
-                stage=left[0].stage,
-                label=label,
-                routes=tuple(sorted(speculated)),
-                completed=report.completed - (len(left) - len(sent)),
-                health=report.health,
-                counters=counters,
-            ),
-        )
+            turns = self.arms().turns
+            for turn in [left] if turns is None else in_turns(left):
+                arms = tuple(Arm) if turns is None else (turn[0].arm,)
+                if turns is not None:
+                    turns.take(turn[0].arm)
+                report, counters = asyncio.run(driven(turn, arms))
+                sent = [request for request in turn if not request.warm_up]
+                speculated = {request.route for request in turn if request.arm is Arm.SPECULATIVE}
+                self.store.append_drive(
+                    self.run_id,
+                    store.DriveRecord(
+                        stage=turn[0].stage,
+                        label=label,
+                        routes=tuple(sorted(speculated)),
+                        completed=report.completed - (len(turn) - len(sent)),
+                        health=report.health,
+                        counters=counters,
+                    ),
+                )
 
-    async def _scrape(self) -> dict[Arm, telemetry.Snapshot | str]:
+    async def _scrape(self, arms: Sequence[Arm]) -> dict[Arm, telemetry.Snapshot | str]:
         pair = self.arms()
         return await telemetry.scrape_all(
-            {arm.arm: arm.url for arm in pair},
+            {arm: pair[arm].url for arm in arms},
             now_ns=time.perf_counter_ns,
             api_key=pair.api_key,
         )
@@ -377,6 +393,25 @@ def _counted(
                 telemetry.counted(telemetry.difference(first, last)),
                 longest_stall_s=telemetry.longest_stall_s(watched.get(arm, ())),
             )
+    return found
+
+
+def in_turns(plan: Sequence[PlannedRequest]) -> list[list[PlannedRequest]]:
+    """A plan of closed loops cut into turns of one arm each, in the order A B, B A, A B ...
+
+    A turn goes on from one group of the plan (phase and block) to the next, so that there are as
+    few changes of server as there can be, and drift falls on both arms alike.
+    """
+    found: list[list[PlannedRequest]] = []
+    for _, group in groupby(plan, lambda r: (r.phase, r.block, r.warm_up)):
+        members = list(group)
+        last = found[-1][0].arm if found else Arm.TARGET_ONLY
+        for arm in sorted(Arm, key=lambda arm: arm is not last):
+            mine = [request for request in members if request.arm is arm]
+            if mine and found and found[-1][0].arm is arm:
+                found[-1] += mine
+            elif mine:
+                found.append(mine)
     return found
 
 

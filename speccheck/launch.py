@@ -49,12 +49,41 @@ class Arms:
     target_only: ArmDescription
     speculative: ArmDescription
     api_key: str | None = None
+    turns: Turns | None = None
+    """Set where only one of the two runs at a time: an arm is then taken before it is used."""
 
     def __iter__(self) -> Iterator[ArmDescription]:
         return iter((self.target_only, self.speculative))
 
     def __getitem__(self, arm: Arm) -> ArmDescription:
         return self.target_only if arm is Arm.TARGET_ONLY else self.speculative
+
+
+@dataclass
+class Turns:
+    """Two servers of which only one fits: taking one stops the other (`vllm.layout: alternate`)."""
+
+    start: Callable[[Arm], subprocess.Popen[str]]
+    """Starts an arm's server and waits until it is ready."""
+    _now: Arm | None = None
+    _process: subprocess.Popen[str] | None = None
+
+    def take(self, arm: Arm) -> None:
+        """Have this arm's server running.
+
+        Raises:
+            EngineError: it does not start.
+        """
+        if self._now is arm and self._process is not None and self._process.poll() is None:
+            return
+        self.stop()
+        self._process, self._now = self.start(arm), arm
+
+    def stop(self) -> None:
+        """Have none running."""
+        if self._process is not None:
+            _stop([self._process], vllm.STOP_TIMEOUT_S)
+        self._process = self._now = None
 
 
 @contextmanager
@@ -74,8 +103,8 @@ def arms(rollout: Rollout, log_dir: Path, *, say: Callable[[str], None]) -> Iter
         yield _attach(rollout)
         return
     if rollout.engine == "vllm":
-        with _vllm(rollout, log_dir, say) as pair:
-            yield pair
+        with _vllm(rollout, log_dir, say) as both:
+            yield both
         return
     processes: list[subprocess.Popen[str]] = []
     try:
@@ -92,20 +121,25 @@ def arms(rollout: Rollout, log_dir: Path, *, say: Callable[[str], None]) -> Iter
         _stop(processes)
 
 
-def describe(rollout: Rollout) -> Arms:
-    """What a rollout's arms are now: attached servers are asked, embedded ones are not started.
+def describe(rollout: Rollout, then: Arms | None = None) -> Arms:
+    """What a rollout's arms are now: attached servers are asked, others are not started.
+
+    What only a running vLLM says of itself (its settings) is taken from `then`, the pair that was
+    measured; how it would be started, its version and its model files are as they are now.
 
     Raises:
-        EngineError: an attached server does not answer, or the engine is vLLM, which only tells
-            what it runs while it runs.
+        EngineError: an attached server does not answer, there is no vLLM, or no pair of one.
         UsageError: settings that no engine takes, or no API key.
     """
     if rollout.engine == "attached":
         return _attach(rollout)
     if rollout.engine == "vllm":
-        raise EngineError(
-            "vLLM says what it runs only while it runs: start both servers and give a rollout with"
-            " engine: attached"
+        if then is None:
+            raise EngineError("vLLM is asked while it runs: there is no pair that was measured")
+        installed = vllm.require(rollout.vllm.python)
+        return Arms(
+            _would_be(then.target_only, rollout, installed, None),
+            _would_be(then.speculative, rollout, installed, rollout.speculation),
         )
     return Arms(
         _embedded_description(rollout, Arm.TARGET_ONLY, None),
@@ -133,7 +167,8 @@ def sweep_servers(
     """Servers that differ in their proposal length only; stopped on the way out if we started them.
 
     Attached servers have the proposal length that they were started with, so there is one, whatever
-    `ks` asks for, and no control.
+    `ks` asks for, and no control. vLLM has no control either: its prompt lookup runs on another
+    scheduler.
 
     Args:
         rollout: what to start or attach to.
@@ -144,16 +179,11 @@ def sweep_servers(
     Raises:
         EngineError: a server does not start, does not answer, or dies on the way.
         UsageError: the API key's environment variable is not set, an attached server does not say
-            its proposal length, the embedded engine does not take one that is asked for, or the
-            engine is vLLM, which is not started here.
+            its proposal length, the embedded engine does not take one that is asked for, or vLLM's
+            servers take turns.
     """
     from speccheck.engine.settings import EngineSettings
 
-    if rollout.engine == "vllm":
-        raise UsageError(
-            "engine: vllm: a sweep does not start vLLM servers, one for each proposal length; start"
-            " a pair, name it under engine: attached, and sweep that"
-        )
     if rollout.engine == "attached":
         pair = _attach(rollout)
         k = (pair.speculative.speculative_config or {}).get("num_speculative_tokens")
@@ -163,6 +193,10 @@ def sweep_servers(
                 "length, so the rollout must"
             )
         yield SweepServers({0: pair.target_only, k: pair.speculative}, {}, {}, pair.api_key)
+        return
+    if rollout.engine == "vllm":
+        with _vllm_sweep(rollout, ks, log_dir, say) as servers:
+            yield servers
         return
     configs: dict[tuple[str, int], Mapping[str, Any] | None] = {("k", 0): None}
     for k in ks:
@@ -372,45 +406,182 @@ def machine() -> dict[str, Any]:
 
 @contextmanager
 def _vllm(rollout: Rollout, log_dir: Path, say: Callable[[str], None]) -> Iterator[Arms]:
-    """Two vLLM servers, started together where each has its own memory, else one after the other.
-
-    Two that share a GPU measure its free memory at start, and would take each other's.
-    """
+    """Two vLLM servers, side by side or in turns."""
     servers = rollout.vllm
     installed = vllm.require(servers.python)
     say(f"  starting vLLM {installed.version}: {installed.start_note}")
+    wanted = {Arm.TARGET_ONLY: None, Arm.SPECULATIVE: rollout.speculation}
+    if servers.layout == "alternate":
+        with _in_turns(rollout, installed, wanted, log_dir, say) as pair:
+            yield pair
+        return
+    jobs = [
+        _VllmJob(servers, arm, config, log_dir / f"{arm}.log") for arm, config in wanted.items()
+    ]
     gpus = servers.gpus
     apart = gpus is not None and gpus.target_only != gpus.speculative
-    together = apart or not any(Path("/dev").glob("nvidia[0-9]*"))
-    processes: list[subprocess.Popen[str]] = []
-    urls: dict[Arm, str] = {}
-    try:
-        for arm, config in ((Arm.TARGET_ONLY, None), (Arm.SPECULATIVE, rollout.speculation)):
-            process, urls[arm] = vllm.start(installed, servers, arm, config, log_dir / f"{arm}.log")
-            processes.append(process)
-            if not together:
-                _wait(process, arm, urls[arm], servers, log_dir, say)
-        if together:
-            for process, arm in zip(processes, urls, strict=True):
-                _wait(process, arm, urls[arm], servers, log_dir, say)
-        yield Arms(
-            _describe(Arm.TARGET_ONLY, urls[Arm.TARGET_ONLY], servers.name, None),
-            _describe(Arm.SPECULATIVE, urls[Arm.SPECULATIVE], servers.name, None),
+    with _started(installed, jobs, say, apart=apart) as urls:
+        target, speculative = (
+            _describe_vllm(rollout, installed, job, url)
+            for job, url in zip(jobs, urls, strict=True)
         )
+        yield Arms(target, speculative)
+
+
+@dataclass(frozen=True, slots=True)
+class _VllmJob:
+    """One vLLM server that is to be started."""
+
+    servers: VllmServers
+    arm: Arm
+    speculation: Mapping[str, Any] | None
+    log_path: Path
+
+
+@contextmanager
+def _started(
+    installed: vllm.Installed,
+    jobs: Sequence[_VllmJob],
+    say: Callable[[str], None],
+    *,
+    apart: bool,
+) -> Iterator[list[str]]:
+    """URLs of ready servers, started together where each has its own memory, else one by one.
+
+    Two that share a GPU measure its free memory at start, and would take each other's.
+    """
+    together = apart or not any(Path("/dev").glob("nvidia[0-9]*"))
+    running: list[tuple[_VllmJob, subprocess.Popen[str], str]] = []
+
+    def wait(job: _VllmJob, process: subprocess.Popen[str], url: str) -> None:
+        timeout_s = job.servers.start_timeout_s
+        vllm.wait_ready(process, job.arm, url, job.log_path, timeout_s, say)
+
+    try:
+        for job in jobs:
+            process, url = vllm.start(
+                installed, job.servers, job.arm, job.speculation, job.log_path
+            )
+            running.append((job, process, url))
+            if not together:
+                wait(*running[-1])
+        if together:
+            for one in running:
+                wait(*one)
+        yield [url for _, _, url in running]
     finally:
-        _stop(processes, vllm.STOP_TIMEOUT_S)
+        _stop([process for _, process, _ in running], vllm.STOP_TIMEOUT_S)
 
 
-def _wait(
-    process: subprocess.Popen[str],
-    arm: Arm,
-    url: str,
-    servers: VllmServers,
+@contextmanager
+def _in_turns(
+    rollout: Rollout,
+    installed: vllm.Installed,
+    wanted: Mapping[Arm, Mapping[str, Any] | None],
     log_dir: Path,
     say: Callable[[str], None],
-) -> None:
-    log_path = log_dir / f"{arm}.log"
-    vllm.wait_ready(process, arm, url, log_path, servers.start_timeout_s, say)
+) -> Iterator[Arms]:
+    """Both servers of which one runs at a time, each always on the same port."""
+    first, second = (vllm.free_port(port) for port in rollout.vllm.ports)
+    servers = rollout.vllm.model_copy(update={"ports": (first, second)})
+    urls = {
+        arm: f"http://127.0.0.1:{port}" for arm, port in zip(wanted, (first, second), strict=True)
+    }
+    jobs: dict[Arm, _VllmJob] = {}
+    starts = 0
+
+    def start(arm: Arm) -> subprocess.Popen[str]:
+        nonlocal starts
+        starts += 1
+        jobs[arm] = _VllmJob(servers, arm, wanted[arm], log_dir / f"{arm}-{starts}.log")
+        say(f"  {arm} takes its turn")
+        process, url = vllm.start(installed, servers, arm, wanted[arm], jobs[arm].log_path)
+        try:
+            timeout_s = servers.start_timeout_s
+            vllm.wait_ready(process, arm, url, jobs[arm].log_path, timeout_s, say)
+        except BaseException:
+            _stop([process], vllm.STOP_TIMEOUT_S)
+            raise
+        return process
+
+    turns = Turns(start)
+    try:
+        found = {}
+        for arm in (Arm.SPECULATIVE, Arm.TARGET_ONLY):  # the first drive begins with target-only
+            turns.take(arm)
+            found[arm] = _describe_vllm(rollout, installed, jobs[arm], urls[arm])
+        yield Arms(found[Arm.TARGET_ONLY], found[Arm.SPECULATIVE], None, turns)
+    finally:
+        turns.stop()
+
+
+@contextmanager
+def _vllm_sweep(
+    rollout: Rollout, ks: Sequence[int], log_dir: Path, say: Callable[[str], None]
+) -> Iterator[SweepServers]:
+    """As `sweep_servers`: all of them at once, on ports of their own."""
+    if rollout.vllm.layout == "alternate":
+        raise UsageError(
+            "vllm.layout alternate: a sweep takes turns of seconds and needs all its servers at"
+            " once; use side_by_side and give each its share (vllm.args gpu-memory-utilization)"
+        )
+    installed = vllm.require(rollout.vllm.python)
+    servers = rollout.vllm.model_copy(update={"ports": (0, 0)})
+    say(f"  starting {1 + len(ks)} servers of vLLM {installed.version}")
+    jobs = [_VllmJob(servers, Arm.TARGET_ONLY, None, log_dir / "sweep-k0.log")]
+    for k in ks:
+        config = {**rollout.speculation, "num_speculative_tokens": k}
+        jobs.append(_VllmJob(servers, Arm.SPECULATIVE, config, log_dir / f"sweep-k{k}.log"))
+    with _started(installed, jobs, say, apart=False) as urls:
+        found = [
+            _describe_vllm(rollout, installed, job, url)
+            for job, url in zip(jobs, urls, strict=True)
+        ]
+        yield SweepServers(dict(zip((0, *ks), found, strict=True)), {}, {})
+
+
+def _describe_vllm(
+    rollout: Rollout, installed: vllm.Installed, job: _VllmJob, url: str
+) -> ArmDescription:
+    """What a server that we started says of itself, and how we started it."""
+    said = _describe(job.arm, url, job.servers.name, None)
+    return replace(said, config={**said.config, "launched": _launched(rollout, installed)})
+
+
+def _launched(rollout: Rollout, installed: vllm.Installed) -> dict[str, Any]:
+    """How a server is started, without what is each arm's own: port and speculative config."""
+    return {
+        "build": f"{installed.distribution} {installed.version}",
+        "argv": vllm.command(installed, rollout.vllm, None, "PORT"),
+        "env": dict(rollout.vllm.env),
+    }
+
+
+def _would_be(
+    then: ArmDescription,
+    rollout: Rollout,
+    installed: vllm.Installed,
+    speculation: Mapping[str, Any] | None,
+) -> ArmDescription:
+    """A measured server's description as it would be if it were started now."""
+    target = vllm.model_path(rollout.vllm.target)
+    config = {**then.config, "launched": _launched(rollout, installed)}
+    if files := _file_digests(Path(target)):
+        config["model_files"] = files
+    speculative = then.speculative_config
+    if speculation is not None:
+        asked = dict(speculation)
+        if isinstance(asked.get("model"), str):
+            asked["model"] = vllm.model_path(asked["model"], "draft")
+            if files := _file_digests(Path(asked["model"])):
+                asked["model_files"] = files
+        speculative = {**(speculative or {}), **asked}
+    return replace(
+        then,
+        model=rollout.vllm.name,
+        speculative_config=speculative,
+        config=config,
+    )
 
 
 # --- embedded -----------------------------------------------------------------------------------

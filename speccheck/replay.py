@@ -94,7 +94,7 @@ async def attribute(run: RunContext, graded: Graded, prompts: Sequence[Prompt]) 
                 if pair is not None:
                     into[prompt.prompt_id] = pair
     diverged = [p for p in prompts if _differs(compared, p) or _differs(controls, p)]
-    endpoint = run.endpoints()[Arm.TARGET_ONLY]
+    endpoint = run.target()
     async with open_session() as session:
         ids = {}
         floor, note = None, ""

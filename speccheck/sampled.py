@@ -139,6 +139,7 @@ def draw(
     answers = _answers(run, phase, chosen, repeats)
     if not all(answers.values()):
         return {}, _why_none(run, phase)
+    run.target()  # it scores what both have said
     return asyncio.run(_scored(run, arms, draft, drafting, chosen, answers)), ""
 
 
@@ -163,7 +164,7 @@ async def _choose(
     candidates = candidates[: CANDIDATES * settings.prompts]
     if len([p for p in candidates if p.prompt_id in known]) >= settings.prompts:
         return candidates[: settings.prompts]
-    target = run.endpoints()[Arm.TARGET_ONLY]
+    target = run.target()
     async with open_session() as session:
         try:
             worth = await probe.in_parallel(

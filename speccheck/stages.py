@@ -103,8 +103,8 @@ def run_all(run: RunContext, *, stop_early: bool) -> None:
         SpeccheckError: what a stage cannot judge.
     """
     for stage in Stage:
-        why = _refusal(run, stage)
-        if why and stop_early:
+        why = _no_room(run, stage) or (_refusal(run, stage) if stop_early else "")
+        if why:
             run.report.stage(stage, f"not run: {why}")
         else:
             run_stage(run, stage, stop_early=stop_early)
@@ -114,9 +114,12 @@ def run_stage(run: RunContext, stage: Stage, *, stop_early: bool) -> None:
     """One stage on the routes that passed those before it; what it finds is in the store.
 
     Raises:
-        UsageError: an earlier stage did not pass, and `stop_early`.
+        UsageError: an earlier stage did not pass, and `stop_early`; or both servers are needed at
+            once and only one fits.
         SpeccheckError: what the stage cannot judge.
     """
+    if no_room := _no_room(run, stage):
+        raise UsageError(f"{stage}: not run: {no_room}")
     why = _refusal(run, stage)
     if why and stop_early:
         raise UsageError(f"{stage}: not run: {why}; --keep-going runs it all the same")
@@ -474,6 +477,17 @@ def describe(path: Path) -> dict[str, Any]:
 
 
 # --- what the stages share ----------------------------------------------------------------------
+
+
+def _no_room(run: RunContext, stage: Stage) -> str:
+    """Why a stage cannot run where servers take turns, or empty: live traffic goes to both."""
+    rollout = run.rollout
+    if stage in LIVE and rollout.engine == "vllm" and rollout.vllm.layout == "alternate":
+        return (
+            "vllm.layout is alternate, and it sends to both servers at once; use side_by_side with"
+            " a share of the GPU for each (vllm.args gpu-memory-utilization), or attach to two"
+        )
+    return ""
 
 
 def _refusal(run: RunContext, stage: Stage) -> str:

@@ -274,7 +274,11 @@ def with_counters(
 
 
 def _counted(drives: Sequence[DriveRecord]) -> Counted | None:
-    """The speculative arm's counters over drives; None where any of them is not known."""
-    found = [drive.counters.get(Arm.SPECULATIVE) for drive in drives]
+    """The speculative arm's counters over drives that reached it; None where any is not known."""
+    found = [
+        drive.counters.get(Arm.SPECULATIVE)
+        for drive in drives
+        if set(drive.counters) != {Arm.TARGET_ONLY}  # servers that take turns: not its turn
+    ]
     counted = [one for one in found if isinstance(one, Counted)]
     return telemetry.together(counted) if counted and len(counted) == len(found) else None

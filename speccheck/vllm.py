@@ -251,7 +251,7 @@ def command(
     installed: Installed,
     servers: VllmServers,
     speculation: Mapping[str, Any] | None,
-    port: int,
+    port: int | str,
 ) -> list[str]:
     """The argument vector of one server.
 

@@ -439,7 +439,7 @@ def test_the_command_tells_and_exits_accordingly(
     recent = tmp_path / "recent.parquet"
     store.export(recent, "parquet", run_id=run_id)
     store.close()
-    monkeypatch.setattr(launch, "describe", lambda _rollout: arms())
+    monkeypatch.setattr(launch, "describe", lambda _rollout, _then: arms())
     base = ("revisit", "--out", tmp_path, "--today", "2026-11-30")
     code, text, _ = speccheck(capsys, *base, "--receipts", recent)
     assert code == 0, text
@@ -465,7 +465,7 @@ def test_the_command_tells_and_exits_accordingly(
     assert code == 2
     assert "that is the run itself" in text
 
-    def silent(rollout: Rollout) -> launch.Arms:
+    def silent(rollout: Rollout, then: launch.Arms | None) -> launch.Arms:
         raise EngineError("no answer")
 
     monkeypatch.setattr(launch, "describe", silent)

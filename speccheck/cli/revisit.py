@@ -79,6 +79,7 @@ def revisit(
 
     from speccheck import decision, launch, outcome
     from speccheck import revisit as held
+    from speccheck.context import measured_arms
 
     try:
         day = datetime.now(UTC).date() if today is None else date.fromisoformat(today)
@@ -95,7 +96,7 @@ def revisit(
             store,
             run.run_id,
             held.Now(
-                arms=lambda: launch.describe(now),
+                arms=lambda: launch.describe(now, measured_arms(store, run.run_id)),
                 files=files,
                 expires=now.expiry(held.run_date(run)),
                 receipts=None if receipts is None else _receipts(receipts, out),

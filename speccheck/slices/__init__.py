@@ -167,7 +167,7 @@ async def _look(
     code_execution = run.rollout.corpus.code_execution
     found: dict[SliceName, list[Item]] = {}
     async with client.open_session() as session:
-        target = Target(session, run.endpoints()[Arm.TARGET_ONLY], tau)
+        target = Target(session, run.target(), tau)
         for name, part in requests.items():
             found[name] = []
             for group in groups(part, receipts, answers, known, code_execution=code_execution):
