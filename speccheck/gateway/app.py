@@ -210,7 +210,8 @@ class App:
         except (TimeoutError, aiohttp.ClientError, OSError, ValueError) as error:
             if is_started:
                 return  # an answer that is not ended closes the connection: the client sees it
-            status = 504 if isinstance(error, TimeoutError) else 502
+            is_late = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError)
+            status = 504 if is_late else 502
             what = f"target_only: {type(error).__name__} on {scope['method']} {scope['path']}"
             await _refuse(send, status, what, told)
 

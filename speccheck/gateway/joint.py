@@ -132,6 +132,8 @@ class Continued:
     _trusts: bool = False
     """Whether the new server's own text is taken."""
     _stops: StopMatcher = field(default_factory=lambda: StopMatcher(()))
+    _owed: int = 0
+    """Characters that the matcher still holds although the client has them."""
     _base: str | None = None
 
     async def begin(self) -> str:
@@ -148,10 +150,16 @@ class Continued:
             raise CannotJoinError("the text that was sent is not that of the token ids")
         self._known = max(len(sent), len(text.rstrip(_REPLACEMENT)))
         self._trusts = not text.endswith(_REPLACEMENT)
-        out, stop = self._stops.add(text[len(sent) : self._known], include_stop=self._includes_stop)
-        if stop is not None:
+        # A server that gives stop strings out need not hold back their beginnings (vLLM).
+        longest = max((len(one) for one in self.asked.stop), default=1)
+        tail = sent[max(0, len(sent) - longest + 1) :]
+        given, early = self._stops.add(tail, include_stop=self._includes_stop)
+        self._owed = len(tail) - len(given)
+        held_back = text[len(sent) : self._known]
+        out, stop = self._stops.add(held_back, include_stop=self._includes_stop)
+        if early is not None or stop is not None:
             raise CannotJoinError("a stop string was complete before the joint")
-        return out
+        return self._unsent(out)
 
     async def feed(
         self,
@@ -174,10 +182,16 @@ class Continued:
         if stop is not None:
             if len(ids) > 1:
                 return await self._cut_at_stop(before, known, stops, ids)
-            return Piece(tuple(ids), out, "stop", stop)
+            return Piece(tuple(ids), self._unsent(out), "stop", stop)
         if is_last:
             out += self._stops.flush()
-        return Piece(tuple(ids), out, finish_reason, stop_reason)
+        return Piece(tuple(ids), self._unsent(out), finish_reason, stop_reason)
+
+    def _unsent(self, out: str) -> str:
+        """Text without what the client has already."""
+        new = out[self._owed :]
+        self._owed = max(0, self._owed - len(out))
+        return new
 
     async def _cut_at_stop(
         self, before: int, known: int, stops: StopMatcher, ids: Sequence[int]
@@ -191,7 +205,7 @@ class Continued:
             out, known = out + piece, settled
             if stop is not None:
                 del self._ids[before + n :]
-                return Piece(tuple(ids[:n]), out, "stop", stop)
+                return Piece(tuple(ids[:n]), self._unsent(out), "stop", stop)
         raise CannotJoinError("the server's text is not that of its token ids")
 
     @property

@@ -65,6 +65,8 @@ _HOP_BY_HOP = frozenset(
         *("trailer", "transfer-encoding", "upgrade", "host", "content-length", "expect"),
     }
 )
+_NO_END = ("abort", "error")
+"""Finish reasons of answers that did not come to their end."""
 _CLIENTS_FAULT = frozenset({"bad_request", "context_length", "unauthorised", "not_found"})
 """Error classes of refusals that the other arm would repeat."""
 
@@ -214,6 +216,10 @@ async def watch_stream(
                         value = None if payload is None else stream.take(payload, now)
                         if stream.failure is not None:
                             raise ArmFailedError(*stream.failure)
+                        if (reason := stream.first.finish_reason) in _NO_END:
+                            raise ArmFailedError(
+                                Outcome.ERROR, "server_error", f"finish_reason {reason}"
+                            )
                         await on_event(raw, value)
                         is_begun = is_begun or stream.first_output_ns is not None
                         is_begun = is_begun or stream.first_ids_ns is not None
@@ -226,14 +232,15 @@ async def watch_stream(
                     if stream.is_done:
                         break
                     timer.reschedule(loop.time() + limits.idle_s if is_begun else deadline)
-    except TimeoutError:
-        raise _late(stream, limits.idle_s if is_begun else limits.first_byte_s) from None
-    except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, ValueError) as error:
         raise _lost(stream, error) from error
-    reason = stream.first.finish_reason
-    if reason in ("abort", "error"):
-        raise ArmFailedError(Outcome.ERROR, "server_error", f"finish_reason {reason}")
-    if reason is None or any(one.finish_reason is None for one in stream.others.values()):
+    except TimeoutError:  # ours: aiohttp's own, of connecting, is one of the above
+        raise _late(stream, limits.idle_s if is_begun else limits.first_byte_s) from None
+    except OSError as error:
+        raise _lost(stream, error) from error
+    if stream.first.finish_reason is None or any(
+        one.finish_reason is None for one in stream.others.values()
+    ):
         raise ArmFailedError(
             Outcome.INCOMPLETE, "no_finish_reason", "the stream ended in mid-answer"
         )
@@ -265,14 +272,16 @@ async def watch_whole(
                 await _refused(response, body)
             raw = await _read(response, _MAX_ANSWER)
             back = client_headers(response, keep_encoding=False)
+    except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, ValueError) as error:
+        raise _lost(stream, error) from error
     except TimeoutError:
         raise _late(stream, limits.total_s) from None
-    except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError, ValueError) as error:
+    except OSError as error:
         raise _lost(stream, error) from error
     stream.take_whole(raw, time.perf_counter_ns())
     if stream.failure is not None:
         raise ArmFailedError(*stream.failure)
-    if stream.first.finish_reason in (None, "abort", "error"):
+    if stream.first.finish_reason in (None, *_NO_END):
         raise ArmFailedError(
             Outcome.ERROR, "server_error", f"finish_reason {stream.first.finish_reason}"
         )
@@ -382,6 +391,8 @@ class Relay:
     _handover: dict[str, Any] = field(default_factory=dict)
     _head: dict[str, Any] = field(default_factory=dict)
     _back: list[Header] = field(default_factory=list)
+    _sent: str = ""
+    """Text of the first choice that the client has from the first arm."""
     _lacks_ids: bool = False
     _in_flight: int = 1
     _attempt: int = 0
@@ -484,6 +495,12 @@ class Relay:
             self._lacks_ids = self._lacks_ids or bool(text and not choice.get("token_ids"))
             if self._stream.first.reasoning:
                 self.gate.parses = "the server parses reasoning"
+            limit, n = self.asked.max_tokens, len(self._stream.first.token_ids)
+            if limit is not None and n > limit:
+                raise ArmFailedError(
+                    Outcome.ERROR, "bad_stream", f"{n} tokens where {limit} were allowed"
+                )
+            self._sent += text or ""
         await self._write(stripped(self.asked, raw, value))
 
     async def _write(self, data: bytes) -> None:
@@ -509,7 +526,8 @@ class Relay:
     async def _end_in_error(self, failed: ArmFailedError) -> None:
         """The server's own refusal, or an error in its form; inside a stream, as an event."""
         self._failure = failed
-        body = error_body(failed.status or 502, f"{self._arm}: {failed.message}", "upstream_error")
+        message = self._redacted(f"{self._arm}: {failed.message}")
+        body = error_body(failed.status or 502, message, "upstream_error")
         if self.is_started:
             if self.asked.is_stream:
                 await self._end(b"data: " + body + b"\n\n")
@@ -517,10 +535,19 @@ class Relay:
         headers: Sequence[Header] = [(b"content-type", b"application/json")]
         if failed.raw:
             body, headers = failed.raw, failed.headers
+            if self.gate.api_key:  # the client's own key it may see
+                body = body.replace(self.gate.api_key.encode(), b"[api key]")
         status = failed.status or 502
         await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
         self.is_over = True
         await self.send({"type": "http.response.body", "body": body})
+
+    def _redacted(self, text: str) -> str:
+        """Text of a server without the keys that it may quote."""
+        for key in (bearer(self.raw_headers), self.gate.api_key):
+            if key:
+                text = text.replace(key, "[api key]")
+        return text
 
     # -- hand-over --------------------------------------------------------------------------------
 
@@ -543,7 +570,7 @@ class Relay:
     async def _go_on(self, failed: ArmFailedError) -> None:
         """The client has part of the answer: it gets the rest, or is told that there is none."""
         stream = self._stream
-        if stream.first.finish_reason not in (None, "abort", "error") and not stream.others:
+        if stream.first.finish_reason not in (None, *_NO_END) and not stream.others:
             stream.warnings.append(f"after the end of the answer: {failed.line}")
             await self._close_books()
             return
@@ -571,7 +598,7 @@ class Relay:
             "handover_from": Arm.SPECULATIVE,
             "handover_to": to,
             "handover_kind": kind,
-            "handover_reason": failed.line,
+            "handover_reason": self._redacted(failed.line),
             "error_class": failed.error_class,  # whoever judges the arm finds it where it looks
         }
         self.gate.meters.handover(self.decided.route, kind)
@@ -588,7 +615,7 @@ class Relay:
         committed = Committed(
             stream.prompt_token_ids or (),
             tuple(stream.first.token_ids),
-            "".join(stream.first.text),
+            self._sent,
             self._head,
         )
         body, kind = continuation(self.asked, committed, gate.max_model_len)
@@ -713,8 +740,7 @@ class Relay:
             self._in_flight,
             mirror=self.is_mirror,
         )
-        secret = bearer(self.raw_headers) or gate.api_key
-        observation = stream.observation(planned, self.asked.body, secret)
+        observation = stream.observation(planned, self.asked.body, gate.api_key)
         if self._failure is not None:
             observation = replace(
                 observation,
@@ -732,6 +758,8 @@ class Relay:
         )
         if self._handover:
             made = replace(made, **self._handover)
+        if made.error_message is not None:
+            made = replace(made, error_message=self._redacted(made.error_message))
         answer = None
         if gate.config.store_prompts == "on":
             answer = make_answer(observation, made.receipt_id)
