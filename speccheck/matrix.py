@@ -26,6 +26,7 @@ from speccheck.measure import (
     QUANTILES,
     TPOT_MIN_TOKENS,
     acceptance_rate,
+    blamed_options,
     clusters_of,
     is_control,
     is_error,
@@ -633,9 +634,9 @@ def _saved(
     return modelled, saved / speculative.tokens, "; ".join(notes)
 
 
-_CELL_MINIMUM = {"p50": 10, "p95": 59, "p99": 299}
+_CELL_MINIMUM = {"p50": 10, "p95": 72, "p99": 368}
 """Pairs (or requests of the smaller arm) below which a quantile's ratio is not shown: no upper
-limit at 95 % could exist.
+limit could exist at 95 %, with half of the level for each arm.
 """
 
 
@@ -770,8 +771,9 @@ def _needed(row: MatrixRow, min_pairs: int) -> int:
 
 def _change(ratio: Estimate) -> str:
     """A ratio as a change in percent, with its interval."""
-    value, low, high = (100 * (x - 1) for x in (ratio.value, ratio.low, ratio.high))
-    return f"{value:+.3g}% ({low:+.3g}% to {high:+.3g}%)"
+    low = f"{100 * (ratio.low - 1):+.3g}%" if ratio.low > 0 else "no bound"
+    high = f"{100 * (ratio.high - 1):+.3g}%" if math.isfinite(ratio.high) else "no bound"
+    return f"{100 * (ratio.value - 1):+.3g}% ({low} to {high})"
 
 
 def _within(tail: LatencyCell | None, limits: MatrixLimits) -> str:
@@ -910,10 +912,8 @@ def _refusals(receipts: Sequence[Receipt]) -> tuple[Refusal, ...]:
         refused = [r for r in speculative if is_refused(r)]
         if not refused:
             continue
-        served = set().union(*(used_options(r) for r in speculative if not is_refused(r)), set())
-        common = set.intersection(*(used_options(r) for r in refused))
         message = Counter(r.error_message or "no message" for r in refused).most_common(1)[0][0]
-        options = tuple(sorted(common - served))
+        options = tuple(blamed_options(refused, [r for r in speculative if not is_refused(r)]))
         found.append(Refusal(route, options, len(refused), len(speculative), message))
     return tuple(found)
 

@@ -623,15 +623,20 @@ def used_options(receipt: Receipt) -> set[str]:
     return names | {name for name in receipt.features.split(",") if name}
 
 
+def blamed_options(refused: Iterable[Receipt], served: Iterable[Receipt]) -> list[str]:
+    """What all refused requests use and none of those served does."""
+    common = set.intersection(*(used_options(r) for r in refused))
+    return sorted(common.difference(*(used_options(r) for r in served)))
+
+
 def _refusal_note(refused: Sequence[Receipt], spec: Sequence[Receipt]) -> str:
     """How many were refused, and the option that tells them from those that were served."""
     if not spec:
         return "no request was sent"
     if not refused:
         return f"0 of {len(spec)} requests refused"
-    served = set().union(*(used_options(r) for r in spec if not is_refused(r)), set())
     common = set.intersection(*(used_options(r) for r in refused))
-    blamed = sorted(common - served)
+    blamed = blamed_options(refused, [r for r in spec if not is_refused(r)])
     message = Counter(r.error_message or "no message" for r in refused).most_common(1)[0][0]
     text = f"{len(refused)} of {len(spec)} requests ({len(refused) / len(spec):.0%}) refused by"
     text += " this arm for what they ask, not by chance"

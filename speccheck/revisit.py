@@ -22,7 +22,7 @@ from speccheck import eligibility, launch, stats
 from speccheck.config import Rollout
 from speccheck.context import PROTECTED, measured_arms, read_policy, read_rollout
 from speccheck.errors import EngineError, UsageError
-from speccheck.measure import ALPHA
+from speccheck.measure import ALPHA, acceptance_rate
 from speccheck.records import (
     Arm,
     ArmDescription,
@@ -464,10 +464,11 @@ def _cohort_drift(
     name: str, then: Sequence[Receipt], now: Sequence[Receipt], limit: float, level: float
 ) -> Item:
     """PASS and FAIL as rules have it: the interval of the change inside, or outside, the limit."""
-    change = stats.difference(_acceptance(then, ALPHA), _acceptance(now, ALPHA))
-    strict = stats.difference(_acceptance(then, level), _acceptance(now, level))
+    was, is_now = (acceptance_rate(side, alpha=ALPHA) for side in (then, now))
+    change = stats.difference(was, is_now)
+    strict = stats.difference(*(acceptance_rate(side, alpha=level) for side in (then, now)))
     told = (
-        f"{_acceptance(then, ALPHA).value:.2f} then, {_acceptance(now, ALPHA).value:.2f} now: "
+        f"{was.value:.2f} then, {is_now.value:.2f} now: "
         f"changed by {change.value:+.2f} ({change.low:+.2f} to {change.high:+.2f}; limit "
         f"{limit:.2f}, n {len(then):,} then, {len(now):,} now)"
     )
@@ -482,16 +483,3 @@ def _cohort_drift(
         if needed:
             told += f"; about {needed:,} more would decide it"
     return Item(f"acceptance, {name}", verdict, told, estimate=change, limit=limit)
-
-
-def _acceptance(receipts: Sequence[Receipt], alpha: float) -> Estimate:
-    """Accepted over drafted, prompts as clusters: a prompt that was sent often is one."""
-    accepted: Counter[str] = Counter()
-    drafted: Counter[str] = Counter()
-    for receipt in receipts:
-        accepted[receipt.prompt_id] += receipt.accepted_tokens or 0
-        drafted[receipt.prompt_id] += receipt.proposed_tokens or 0
-    names = list(drafted)
-    return stats.acceptance_rate(
-        [accepted[n] for n in names], [drafted[n] for n in names], alpha=alpha
-    )

@@ -575,3 +575,12 @@ def test_the_tail_of_a_row_is_that_of_the_rules(rng):
     (row,) = rows(short, rng).rows
     assert {c.quantile for c in row.latency if c.metric == "tpot"} == {"p50"}
     assert "TPOT" not in row.why
+
+
+@pytest.mark.parametrize(("n", "shown"), [(71, False), (72, True)])
+def test_a_tail_is_shown_where_its_limits_exist(rng, n, shown):
+    """Two arms' order statistics at half the level each need 72 values: before, none is said."""
+    (row,) = rows(pairs(rng, n, stage="replay"), rng).rows
+    tails = [c.ratio for c in row.latency if c.quantile == "p95"]
+    assert bool(tails) is shown
+    assert all(math.isfinite(ratio.high) and ratio.low > 0 for ratio in tails)
