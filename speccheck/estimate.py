@@ -120,6 +120,7 @@ class Best:
     load: str
     k: int
     speedup: Estimate
+    """Its limits hold for all proposal lengths together, since the best was chosen (Bonferroni)."""
 
     @property
     def words(self) -> str:
@@ -326,13 +327,18 @@ class Replay:
     def _cohort(self, cohort: _Cohort, costs: Mapping[str, Prices], alpha: float) -> CohortEstimate:
         table = np.array([list(row) for row in cohort.rows.values()], float)
         tokens = table[:, 0]
-        lines = []
+        lines: list[Drafting] = []
+        chosen_from: dict[str, list[Drafting]] = {method.name: [] for method in self._methods}
         at = 1
         for method in self._methods:
             for k in self.ks:
                 part = table[:, at : at + _FIXED + k]
                 at += _FIXED + k
                 lines.append(_drafting(method.name, k, tokens, part, costs, alpha))
+                # The best of several lengths is no one's own choice: its limits hold for them all.
+                chosen_from[method.name].append(
+                    _drafting(method.name, k, tokens, part, costs, alpha / len(self.ks))
+                )
         return CohortEstimate(
             name=_name(cohort) if cohort.route else "all answers",
             route=cohort.route,
@@ -344,9 +350,9 @@ class Replay:
             drafting=tuple(lines),
             best=tuple(
                 best
-                for method in self._methods
+                for several in chosen_from.values()
                 for load in costs
-                if (best := _best([d for d in lines if d.method == method.name], load))
+                if (best := _best(several, load))
             ),
         )
 

@@ -386,6 +386,8 @@ def monitor_of(
         fell = stats.Rate(bound, level)
         return made(fell, _events(fell, _was_meant, _fell_back))
     if rule.metric == "acceptance_rate":
+        if rule.direction == "max":  # either half passes: a low rate, or answers that end
+            level = {**level, "under": level["under"] / 2}
         mean: stats.BoundedMean | stats.RatioOfSums
         if acceptance == "betting":
             mean = stats.BoundedMean(bound, level)

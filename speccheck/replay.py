@@ -26,7 +26,7 @@ from speccheck.graded import (
     asked_structure,
     looked,
 )
-from speccheck.guardrails import QUALITY_MARGIN
+from speccheck.guardrails import ALPHA_FAIL, QUALITY_MARGIN
 from speccheck.records import (
     Arm,
     Measurement,
@@ -322,7 +322,7 @@ def evidence(
     """`packet.ReplayEvidence`, and each prompt's case status for the matrix, greedy and sampled."""
     regressions: list[dict[str, Any]] = []
     statuses: dict[str, dict[str, str]] = {}
-    tasks: list[dict[str, Any]] = []
+    tasks: list[tuple[str, list[quality.Case], Temperature]] = []
     for at in temperatures:
         by_task: dict[str, list[quality.Case]] = defaultdict(list)
         statuses[at.phases[0]] = {}
@@ -334,14 +334,14 @@ def evidence(
                 by_task[prompt.task].append(case)
             if status == "regression":
                 regressions.append(_regression(graded, asked, prompt, case, at))
-        margin = _margin(run)
-        tasks += [_quality(task, cases, at, margin) for task, cases in sorted(by_task.items())]
+        tasks += [(task, cases, at) for task, cases in sorted(by_task.items())]
+    margin, level = _margin(run), ALPHA_FAIL / max(len(tasks), 1)
     known = [list(found.values()) for found in statuses.values()]
     return {
         "cases": sum(status != "not_applicable" for status in known[0]),
         "improvements": sum(found.count("improvement") for found in known),
         "regressions": regressions,
-        "quality": tasks,
+        "quality": [_quality(*row, margin, level) for row in tasks],
         "form": [_form(graded, prompts, at) for at in temperatures],
         "divergences": _divergences(asked, prompts),
         "noise_floor": _noise_floor(graded, asked, prompts),
@@ -385,17 +385,23 @@ def _regression(
 
 
 def _quality(
-    task: str, cases: Sequence[quality.Case], at: Temperature, margin: float
+    task: str, cases: Sequence[quality.Case], at: Temperature, margin: float, level: float
 ) -> dict[str, Any]:
-    """`packet.QualityOfTask`."""
+    """`packet.QualityOfTask`; a failure at `level`, which holds for all rows of the table together,
+    so that none of them fails where the rule does not.
+    """
     found = quality.task_quality(cases, at.runs, control="aa" in at.phases)
-    passes, fails = found.difference.high <= margin, found.difference.low > margin
-    where = "within" if passes else "outside" if fails else "across"
+    passes = found.difference.high <= margin
+    fails = quality.difference(cases, alpha=level).low > margin
+    is_outside = found.difference.low > margin
+    where = "within" if passes else "outside" if is_outside else "across"
     verdict = "pass" if passes and not found.note else "fail" if fails else "inconclusive"
     why = (
         f"{found.regressions} confirmed worse and {found.improvements} better by {at.runs} runs;"
         f" the interval of the loss is {where} the margin"
     )
+    if is_outside and not fails:
+        why += ", but not at the level at which any task of several fails"
     return {
         "task": f"{task}, {at.label}",
         "n": found.n,

@@ -112,7 +112,10 @@ def draw(
         return {}, "left out: replay.probe.samples is 0"
     plain = [p for p in prompts if p.response_format is None and not p.features and not p.stop]
     if not plain:
-        return {}, "every prompt asks for something that changes the target's law"
+        return {}, (
+            "every prompt asks for something that changes the target's law (stop strings, a format,"
+            " a feature); replay.probe.samples: 0 leaves these tests out"
+        )
     arms = run.endpoints()
     draft = run.draft()
     drafting = _drafting(arms[Arm.SPECULATIVE], draft)

@@ -271,6 +271,16 @@ def test_without_a_calibrated_verify_step_nothing_is_claimed() -> None:
     assert best.words.startswith("target-only; ")
 
 
+def test_the_best_of_several_lengths_is_held_to_all_of_them() -> None:
+    """Whoever picks the largest of four picks its luck too: limits are those of a quarter level."""
+    ks = [1, 2, 3, 4]
+    price = Prices(Costs(0.0, {4: 1.2}))
+    (best,) = fed(logged(), ks=ks, ngrams=[(2, 4)]).estimates({LOAD: price}).cohorts[0].best
+    found = fed(logged(), ks=ks, ngrams=[(2, 4)]).estimates({LOAD: price}, alpha=0.05 / 4)
+    lines = [d.speedup[LOAD] for d in found.cohorts[0].drafting]
+    assert best.speedup == max(lines, key=lambda e: e.value)
+
+
 def test_costs_that_say_nothing_are_left_out() -> None:
     """No limits, below a plain step, or with a draft model's cost in it: no price of a lookup."""
 

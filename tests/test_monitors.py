@@ -533,6 +533,17 @@ def test_high_acceptance_is_a_loop_only_if_answers_run_to_the_limit(finish, verd
         assert "answers end by themselves" in found.why
 
 
+@pytest.mark.parametrize("rule", ["max_acceptance_rate", "min_acceptance_rate"])
+def test_a_rule_that_two_things_pass_shares_its_level(rule):
+    """A low rate or answers that end: either passes, so each does at half of the level."""
+    made = monitors.monitor_of(
+        guardrails.RULES[rule], RuleLimit(0.9), "", alpha_fail=0.01, acceptance="betting"
+    )
+    assert made.levels[made.passes] == (0.025 if made.loops is not None else 0.05)
+    assert made.levels[made.fails] == 0.01
+    assert (made.loops is not None) == (rule == "max_acceptance_rate")
+
+
 # --- incidents ----------------------------------------------------------------------------------
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from speccheck import quality
+from speccheck import quality, replay
+from speccheck.graded import Temperature
 from speccheck.quality import Case
 
 P, F, N = "pass", "fail", "not_applicable"
@@ -162,3 +163,18 @@ def test_a_slice_that_says_no_more_is_left_out():
     found = [m.cohort for m in measured(cases) if m.metric == "quality_regression_cases"]
     assert found == ["", "json"]
     assert "3 of the regressions are in the slice json (3 cases)" in measured(cases)[0].note
+
+
+@pytest.mark.parametrize(
+    ("lost", "rows", "verdict"), [(6, 20, "inconclusive"), (6, 1, "inconclusive"), (25, 20, "fail")]
+)
+def test_no_task_of_a_table_fails_by_being_one_of_many(lost, rows, verdict):
+    """A row of the packet fails at the rules' level over all rows; 5 % each fails one of 20."""
+    cases = [Case(f"l{i}", ("pass",) * 3, ("fail",) * 3) for i in range(lost)]
+    cases += [Case(f"c{i}", ("pass",) * 3, ("pass",) * 3) for i in range(120 - lost)]
+    at = Temperature(("greedy", "aa"), "temperature 0", 3)
+    row = replay._quality("chat", cases, at, 0.02, 0.01 / rows)
+    assert row["verdict"] == verdict
+    assert ("but not at the level" in row["why"]) == (
+        row["difference"].low > 0.02 and verdict != "fail"
+    )
