@@ -409,6 +409,8 @@ class FallbackConfig(Model):
     """Server errors, broken streams and lost connections of the speculative arm."""
     max_verifier_errors: Count | None = 0
     """Answers whose counts of drafted and accepted tokens cannot be, in one window."""
+    max_unaccepted_tokens: Positive | None = 1000
+    """Drafted tokens in a row of which not one was accepted: the draft does not belong here."""
     max_queued: Positive | None = 32
     """Requests that wait in the speculative server's queue, all of `queued_for_s`."""
     queued_for_s: Seconds = 10.0

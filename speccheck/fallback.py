@@ -62,6 +62,7 @@ takes more than a thousand."""
 
 ENGINE_ERRORS = "max_engine_error_rate"
 VERIFIER_ERRORS = "max_verifier_errors"
+UNACCEPTED = "max_unaccepted_tokens"
 QUEUE = "max_queued"
 STALL = "max_stall_s"
 UNREACHABLE = "max_unreachable_s"
@@ -70,6 +71,7 @@ PROTECTED = "max_protected_delay"
 OWN_RULES: dict[str, str] = {
     ENGINE_ERRORS: "Server errors, broken streams and lost connections of the speculative arm.",
     VERIFIER_ERRORS: "Answers whose counts of drafted and accepted tokens cannot be.",
+    UNACCEPTED: "Drafted tokens in a row, in ten answers or three scrapes at least, none accepted.",
     QUEUE: "Requests waiting in the speculative server's queue, longer than `queued_for_s`.",
     STALL: "Requests running on the speculative server and not one token coming, seconds.",
     UNREACHABLE: "The speculative server's /metrics not answering while target-only's does.",
@@ -99,6 +101,9 @@ certifying 1 % on a small share of the traffic would take longer than finding ou
 _LONGEST = 24
 """Windows of slow traffic are closed after so many times their length, whatever they saw; after
 such a pause they begin anew."""
+
+_LEAST_UNACCEPTED = {"receipts": 10, "metrics": 3}
+"""Answers, or scrape intervals, in a row without an accepted token that show a dead draft."""
 
 _FAILED_SCRAPES = 3
 """Tries without an answer before a server is said not to answer."""
@@ -197,6 +202,7 @@ def sticky(config: FallbackConfig, unrepresentative: str = "") -> Settings:
                 "most_fallbacks": 0,
                 "max_engine_error_rate": None,
                 "max_verifier_errors": None,
+                "max_unaccepted_tokens": None,
             }
         ),
         {},
@@ -422,7 +428,9 @@ class Window:
             return (
                 f"{all_well}; {rule} is within its limit" if self.protected.shows("under") else ""
             )
-        mine = [m for m in self.watch.monitors if m.rule.name == rule]
+        acceptance = "min_acceptance_rate"  # what a dead draft fails, too, if it is judged
+        wanted = acceptance if rule == UNACCEPTED else rule
+        mine = [m for m in self.watch.monitors if m.rule.name == wanted]
         if not mine:
             return all_well
         monitor = next((m for m in mine if m.cohort == cohort), mine[0])
@@ -431,7 +439,7 @@ class Window:
             return self._clears_rate(rule, monitor.process, limit)
         if monitor.verdict is not Verdict.PASS:
             return ""
-        return f"{all_well}; {rule} is within its limit again, n {monitor.n}"
+        return f"{all_well}; {wanted} is within its limit again, n {monitor.n}"
 
     def _clears_rate(self, rule: str, rate: stats.Rate, limit: float) -> str:
         limit = max(limit, _PROBATION_RATE)
@@ -455,6 +463,27 @@ def _as_served(receipt: Receipt) -> Receipt:
         error_class=cause,
         decision="speculate",
     )
+
+
+@dataclass
+class _Row:
+    """Drafted tokens in a row of which none was accepted."""
+
+    began_ns: int = 0
+    drafted: int = 0
+    n: int = 0
+    """Answers or scrape intervals that they came in."""
+
+    def add(self, drafted: float | None, accepted: float | None, at_ns: int) -> None:
+        """One more answer or interval; without counts it says nothing."""
+        if not drafted or accepted is None:
+            return
+        if accepted > 0:
+            self.drafted = self.n = 0
+            return
+        self.began_ns = at_ns if self.n == 0 else self.began_ns
+        self.drafted += round(drafted)
+        self.n += 1
 
 
 @dataclass
@@ -547,6 +576,7 @@ class Machine:
         self._held: list[tuple[int, str, Sample]] = []
         self._servers = {arm: _Server() for arm in Arm}
         self._windows: list[Window] = []
+        self._row = _Row()
         self._pending: deque[Transition] = deque()
 
     @classmethod
@@ -554,7 +584,7 @@ class Machine:
         """A machine in the state that its transitions led to; evidence begins from nothing.
 
         Rows are those of the route, in order, with times on the clock of the calls to come (see
-        `on_clock`).
+        `resume`).
         """
         machine = cls(settings, route)
         for row in rows:
@@ -684,6 +714,8 @@ class Machine:
             self._renew(at)
         for window in self._open(at):
             window.add(receipt, share=share, late=late)
+        if receipt.arm == Arm.SPECULATIVE and not (receipt.warm_up or receipt.kept_off):
+            self._row.add(receipt.proposed_tokens, receipt.accepted_tokens, at)
         self._received_ns = at
 
     def _take_sample(self, sample: Sample, at: int) -> None:
@@ -697,7 +729,11 @@ class Machine:
             change = telemetry.difference(before, server.last)
             if change.resets:  # another process answers: what was seen is of the one before
                 self._windows = []
+                self._row = _Row()
             else:
+                if sample.arm is Arm.SPECULATIVE:
+                    drafted = change.total(telemetry.DRAFT_TOKENS)
+                    self._row.add(drafted, change.total(telemetry.ACCEPTED_TOKENS), at)
                 if self.state is RouteState.ENABLED:
                     self._renew(at)
                 for window in self._open(at):
@@ -751,6 +787,10 @@ class Machine:
 
     def _look(self, at: int) -> None:
         """Whether the evidence moves the route."""
+        dead = self._dead_draft()
+        if dead is not None:
+            self._fall_back(dead, at, self._row.began_ns)
+            return
         for window in self._windows:
             failure = window.failure()
             if failure is not None:
@@ -760,6 +800,20 @@ class Machine:
             cleared = self._windows[0].clears(*self._blamed)
             if cleared:
                 self._go(RouteState.ENABLED, PROBATION, cleared, at)
+
+    def _dead_draft(self) -> Failure | None:
+        row, limit = self._row, self.settings.config.max_unaccepted_tokens
+        least = _LEAST_UNACCEPTED[self.settings.evidence]
+        if limit is None or self.share == 0 or row.drafted <= limit or row.n < least:
+            return None
+        e = Estimate(row.drafted, row.drafted, row.drafted, row.n, "count of tokens in a row", 0.0)
+        what = "answers" if self.settings.evidence == "receipts" else "scrape intervals"
+        why = (
+            f"not one of {row.drafted} drafted tokens in a row was accepted, in {row.n} {what},"
+            f" over the limit of {limit}: the draft or head does not belong to this target, is damaged,"
+            " or is loaded under the wrong method name"
+        )
+        return Failure(UNACCEPTED, "", e, float(limit), "tokens", row.n, why)
 
     def _look_at_servers(self, at: int) -> None:
         if self.share == 0:
@@ -921,6 +975,7 @@ class Machine:
         self._now_ns = max(self._now_ns, at)
         self.state, self.since_ns, self.seq = moved.after, at, moved.seq + 1
         self._windows = []
+        self._row = _Row()
         self._received_ns = None
 
     def _next(self) -> Transition | None:
@@ -1010,6 +1065,19 @@ def exit_code(states: Iterable[RouteState]) -> ExitCode:
     return next((code for code in worst if code in codes), ExitCode.COULD_NOT_JUDGE)
 
 
-def on_clock(moved: Transition, wall_ns: int, *, now_wall_ns: int, now_ns: int) -> Transition:
-    """A kept transition on another clock, which the wall clock joins: for `Machine.restore`."""
-    return replace(moved, at_ns=now_ns - (now_wall_ns - wall_ns))
+def resume(
+    settings: Settings,
+    route: str,
+    kept: Iterable[tuple[Transition, int]],
+    *,
+    now_wall_ns: int,
+    now_ns: int,
+) -> Machine:
+    """The machine of a route from what the store kept of it: transitions with their wall clock.
+
+    They may have been written by other processes, with other monotonic clocks; the wall clock puts
+    them on the present one (`now_ns`).
+    """
+    shift_ns = now_ns - now_wall_ns
+    rows = [replace(moved, at_ns=wall_ns + shift_ns) for moved, wall_ns in kept]
+    return Machine.restore(settings, route, rows)

@@ -262,7 +262,7 @@ def draft(rollout: Rollout, log_dir: Path) -> Iterator[ArmDescription | None]:
     attached, speculation = rollout.attached, rollout.speculation
     if rollout.engine == "attached":
         url = attached.draft if attached is not None else None
-        yield None if url is None else _describe(Arm.TARGET_ONLY, url, None, _api_key(rollout))
+        yield None if url is None else _describe(Arm.TARGET_ONLY, url, None, api_key(rollout))
         return
     if rollout.engine == "vllm" or speculation["method"] != "draft_model":
         yield None
@@ -703,7 +703,7 @@ def _attach(rollout: Rollout) -> Arms:
     attached = rollout.attached
     if attached is None:
         raise UsageError("engine: attached needs the block `attached` with two URLs")
-    key = _api_key(rollout)
+    key = api_key(rollout)
     pair = Arms(
         _describe(Arm.TARGET_ONLY, attached.target_only, attached.model, key),
         _describe(Arm.SPECULATIVE, attached.speculative, attached.model, key),
@@ -726,7 +726,7 @@ def _attach(rollout: Rollout) -> Arms:
     return pair
 
 
-def _api_key(rollout: Rollout) -> str | None:
+def api_key(rollout: Rollout) -> str | None:
     """The key of attached servers, from the environment variable that the rollout names.
 
     Raises:

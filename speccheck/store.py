@@ -751,18 +751,17 @@ class Store:
         return [_receipt(row) for row in rows]
 
     def arrived_after(
-        self, run_id: str, place: int, *, not_in: Sequence[str] = ()
+        self, run_id: str, place: int, stages: Sequence[str]
     ) -> tuple[list[Receipt], int]:
         """Receipts of a run that came in after a place, in that order, and the place of the last.
 
-        Places grow from 0 with each receipt of the store; -1 is before all. `not_in` are stages
-        to leave out.
+        Places grow from 0 with each receipt of the store; -1 is before all.
         """
         names = ", ".join(_RECEIPT_FIELDS)
         rows = self._rows(
             f"SELECT rowid, {names} FROM receipts WHERE run_id = ? AND rowid > ? "
-            "AND stage NOT IN (SELECT unnest(?::VARCHAR[])) ORDER BY rowid",
-            [run_id, place, list(not_in)],
+            "AND stage IN (SELECT unnest(?::VARCHAR[])) ORDER BY rowid",
+            [run_id, place, list(stages)],
         )
         return [_receipt(row[1:]) for row in rows], rows[-1][0] if rows else place
 

@@ -191,9 +191,20 @@ def test_a_dead_draft_is_acceptance_zero_not_missing():
     machine = Machine(settings(), "chat")
     rows = [served(i, S + i * S, accepted_tokens=0, proposed_tokens=90 + i) for i in range(60)]
     (moved,) = feed(machine, rows)
+    assert (moved.rule, moved.n) == ("max_unaccepted_tokens", 11)
+    assert "does not belong to this target" in moved.why
+    plain = Machine(settings(max_unaccepted_tokens=None), "chat")
+    (moved,) = feed(plain, rows)
     assert moved.rule == "min_acceptance_rate"
     assert moved.estimate is not None
     assert moved.estimate.value == 0.0
+
+
+def test_one_accepted_token_ends_a_row():
+    """A draft that is hit now and then is weak, not dead: its rate is for the rule on rates."""
+    machine = Machine(settings({"min_acceptance_rate": 0.001}), "chat")
+    rows = [served(i, S + i * S, accepted_tokens=int(i % 9 == 8)) for i in range(200)]
+    assert feed(machine, rows) == []
 
 
 def test_other_routes_and_requests_kept_off_say_nothing():
@@ -342,8 +353,9 @@ def counters(second: int, *, accepted: float = 0.7, tpot_s: float = 0.02, errors
         ({"tpot_s": 0.06}, {"max_tpot_p50_regression", "max_e2e_p50_regression"}),
         ({"errors": 0.2}, {"max_error_rate"}),
         ({"accepted": 1.2}, {"max_verifier_errors"}),
+        ({"accepted": 0.0}, {"max_unaccepted_tokens"}),
     ],
-    ids=["low agreement", "slow", "errors", "more accepted than drafted"],
+    ids=["low agreement", "slow", "errors", "more accepted than drafted", "dead draft"],
 )
 def test_metrics_alone_turn_the_route_off(bad, rules):
     """Without receipts the same rules are judged from what the counters did."""

@@ -58,6 +58,7 @@ ORDER = [
     "scraped",
     "fallback",
     "hooks",
+    "watch",
     "charts",
     "packet",
     "context",

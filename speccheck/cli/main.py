@@ -24,6 +24,7 @@ from speccheck.cli.canary import canary
 from speccheck.cli.data import corpus, receipts
 from speccheck.cli.doctor import doctor
 from speccheck.cli.estimate import estimate
+from speccheck.cli.fallback import fallback
 from speccheck.cli.gateway import gateway, route
 from speccheck.cli.policy import explain, matrix
 from speccheck.cli.probe import probe
@@ -40,6 +41,7 @@ from speccheck.cli.shell import (
     store_options,
 )
 from speccheck.cli.sweep import sweep
+from speccheck.cli.watch import watch
 from speccheck.errors import ExitCode, SpeccheckError, StoreError, UsageError
 
 if TYPE_CHECKING:
@@ -431,6 +433,8 @@ for _command in (
     matrix,
     explain,
     probe,
+    fallback,
+    watch,
     gateway,
     route,
 ):

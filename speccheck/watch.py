@@ -1,0 +1,366 @@
+"""Following a live pair without a gateway: its /metrics, and the receipts of a store if one grows.
+
+The decisions are those of `fallback`, from the same rules; obeying them is left to the hooks, since
+nothing here is in the way of traffic. A server that restarts, dies, stops or hangs is what this is
+for: each scrape has its timeout, a failed one is kept as such, and the loop goes on.
+
+A store that another process holds (DuckDB lets one hold a file) is tried again; transitions that
+cannot be written meanwhile wait, and what is still waiting at the end is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+from speccheck import fallback, launch, telemetry
+from speccheck.config import Guardrails, Rollout
+from speccheck.errors import EngineError, ExitCode, StoreError, UsageError
+from speccheck.fallback import GRACE_NS, Gauge, Machine, Sample
+from speccheck.hooks import Event, Hooks
+from speccheck.records import GATEWAY, Arm, Receipt, RouteState, Stage, Transition
+from speccheck.store import Store
+from speccheck.telemetry import Snapshot
+
+LIVE = (GATEWAY, Stage.CANARY)
+"""Stages whose receipts are live traffic."""
+
+PAIR = "pair"
+"""Name of the one route that is watched where a rollout has several and nobody tells them apart."""
+
+_MOST_UNWRITTEN = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ServerView:
+    """One arm's server as last seen; None where it does not say, or did not answer."""
+
+    arm: str
+    failure: str | None
+    running: float | None
+    waiting: float | None
+    tokens_per_s: float | None
+    acceptance: float | None
+    """Accepted over drafted tokens since the last scrape: for the eye, it decides nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteView:
+    """One route as it stands."""
+
+    route: str
+    state: RouteState
+    share: float
+    since_s: float | None
+    """How long it has stood there; None: since the beginning."""
+    due_s: float | None
+    """Until time moves it."""
+    fallbacks: int
+    why: str
+    gauges: tuple[Gauge, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What is seen at one moment."""
+
+    wall_ns: int
+    evidence: str
+    servers: tuple[ServerView, ...]
+    routes: tuple[RouteView, ...]
+    note: str
+    """What is in the way of seeing or writing, or empty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What to follow: the files, the servers, and where rows go."""
+
+    rollout: Rollout
+    rules: Guardrails
+    urls: Mapping[Arm, str]
+    store: Path | None
+    """receipts.duckdb with live receipts; transitions are kept there. None: by /metrics alone."""
+    api_key: str | None = None
+    interval_s: float = 5.0
+    timeout_s: float = 3.0
+
+
+@dataclass
+class _Receipts:
+    """The growing receipts of a store, read now and then."""
+
+    path: Path
+    rollout: str
+    place: int = -1
+    run_id: str = ""
+    shift_ns: int = 0
+    """From our clock to that of the run."""
+
+    def more(self, store: Store, since_ns: int) -> list[Receipt]:
+        """Those that came in since the last look; at the first, those that ended since a time."""
+        if not self.run_id:
+            runs = [r for r in store.runs() if r.config["rollout"]["name"] == self.rollout]
+            live = [r for r in runs if r.config.get("gateway")] or runs
+            if not live:
+                return []
+            self.run_id = live[-1].run_id
+            first = store.anchors(self.run_id)[0]
+            if first.boot not in ("", launch.boot_id()):
+                now = time.time_ns() - time.perf_counter_ns()
+                self.shift_ns = now - (first.wall_ns - first.clock_ns)
+        is_first = self.place < 0
+        found, self.place = store.arrived_after(self.run_id, self.place, LIVE)
+        return [r for r in found if _ended_ns(r) >= since_ns] if is_first else found
+
+
+@dataclass
+class Follower:
+    """The state of a watch: machines, what was scraped last, what is not written yet."""
+
+    watched: Watched
+    hooks: Hooks
+    say: Callable[[Transition], None]
+    machines: dict[str, Machine] = field(default_factory=dict)
+    last: dict[Arm, tuple[Snapshot, Snapshot | None]] = field(default_factory=dict)
+    """Arm -> the latest scrape and the one before."""
+    why: dict[str, str] = field(default_factory=dict)
+    unwritten: list[tuple[Transition, int, str]] = field(default_factory=list)
+    note: str = ""
+    answered: bool = False
+    """Whether the speculative server has ever told anything."""
+    receipts: _Receipts | None = None
+
+    def begin(self) -> None:
+        """Take up each route where the store says it stands.
+
+        Raises:
+            UsageError: the store is another rollout's only.
+        """
+        w = self.watched
+        names = [route.name for route in w.rollout.routes]
+        if w.store is None and len(names) > 1:
+            names = [PAIR]
+        kept: dict[str, list[tuple[Transition, int]]] = {name: [] for name in names}
+        if w.store is not None:
+            self.receipts = _Receipts(w.store, w.rollout.name)
+            with self._reading() as store:
+                for row in store.transitions(w.rollout.name):
+                    if row.transition.route in kept:
+                        kept[row.transition.route].append((row.transition, row.wall_ns))
+        for name in names:
+            settings = fallback.settings_of(
+                w.rollout, w.rules, name, evidence="metrics" if w.store is None else "receipts"
+            )
+            self.machines[name] = fallback.resume(
+                settings, name, kept[name], now_wall_ns=time.time_ns(), now_ns=self.clock_ns()
+            )
+            if kept[name]:
+                self.why[name] = kept[name][-1][0].why
+
+    def clock_ns(self) -> int:
+        """The clock of receipts, now."""
+        shift = 0 if self.receipts is None else self.receipts.shift_ns
+        return time.perf_counter_ns() + shift
+
+    async def look(self, session: aiohttp.ClientSession) -> None:
+        """One round: both servers, new receipts, time, and what is waiting to be written."""
+        w = self.watched
+
+        async def one(arm: Arm) -> Snapshot:
+            try:
+                return await telemetry.scrape(
+                    session,
+                    w.urls[arm],
+                    now_ns=self.clock_ns,
+                    names=telemetry.GUARDED,
+                    timeout_s=w.timeout_s,
+                    api_key=w.api_key,
+                )
+            except EngineError as error:
+                why = str(error).replace(w.urls[arm], "")  # a URL may hold a password
+                return telemetry.failed_scrape(why, self.clock_ns())
+
+        arms = list(w.urls)
+        for arm, snapshot in zip(arms, await asyncio.gather(*map(one, arms)), strict=True):
+            before = self.last.get(arm)
+            self.last[arm] = (snapshot, None if before is None else before[0])
+            self.answered |= arm is Arm.SPECULATIVE and snapshot.failure is None
+            for machine in self.machines.values():
+                self._moved(machine.telemetry(Sample(arm, snapshot), self.clock_ns()))
+        self._take_receipts()
+        # By /metrics alone there are no receipts to wait for.
+        ahead = GRACE_NS + 1 if w.store is None else 0
+        for machine in self.machines.values():
+            while self._moved(machine.tick(self.clock_ns() + ahead)):
+                pass
+        self._write()
+
+    def _take_receipts(self) -> None:
+        if self.receipts is None:
+            return
+        try:
+            with self._reading() as store:
+                windows_s = self.watched.rollout.fallback.windows_s
+                back_ns = round(2e9 * windows_s[-1]) if windows_s else 0
+                found = self.receipts.more(store, self.clock_ns() - back_ns)
+        except StoreError as error:
+            self.note = f"no receipts: {error}"
+            return
+        self.note = ""
+        for receipt in found:
+            at = _ended_ns(receipt)
+            for machine in self.machines.values():
+                moved = machine.observe(receipt, at)
+                while self._moved(moved):
+                    moved = machine.tick(0)
+
+    def _reading(self) -> Store:
+        path = self.watched.store
+        if path is None:
+            raise StoreError("no store is watched")
+        return Store.read(path)
+
+    def _moved(self, moved: Transition | None) -> bool:
+        """A route moved: say it, fire the hooks, keep the row."""
+        if moved is None:
+            return False
+        wall_ns = time.time_ns() - (self.clock_ns() - moved.at_ns)
+        self.why[moved.route] = moved.why
+        self.say(moved)
+        self.hooks.fire(Event(self.watched.rollout.name, moved, wall_ns))
+        if self.watched.store is not None:
+            settings = self.machines[moved.route].settings.digest
+            self.unwritten.append((moved, wall_ns, settings))
+        return True
+
+    def _write(self) -> None:
+        """Keep the rows that wait, if the store lets us."""
+        path = self.watched.store
+        if not self.unwritten or path is None:
+            return
+        run_id = "" if self.receipts is None else self.receipts.run_id
+        try:
+            with Store.open(path) as store:
+                while self.unwritten:
+                    moved, wall_ns, settings = self.unwritten[0]
+                    store.append_transition(
+                        self.watched.rollout.name,
+                        moved,
+                        run_id=run_id,
+                        wall_ns=wall_ns,
+                        settings=settings,
+                    )
+                    del self.unwritten[0]
+        except StoreError as error:
+            self.note = f"{len(self.unwritten)} transitions are not written: {error}"
+            del self.unwritten[:-_MOST_UNWRITTEN]
+
+    def view(self) -> View:
+        """What is seen now."""
+        now = self.clock_ns()
+        routes = tuple(
+            RouteView(
+                route=name,
+                state=machine.state,
+                share=machine.share,
+                since_s=None if machine.seq == 0 else (now - machine.since_ns) / 1e9,
+                due_s=None if machine.due_ns is None else (machine.due_ns - now) / 1e9,
+                fallbacks=machine.fallbacks,
+                why=self.why.get(name, ""),
+                gauges=tuple(machine.gauges()),
+            )
+            for name, machine in self.machines.items()
+        )
+        return View(
+            wall_ns=time.time_ns(),
+            evidence="/metrics alone" if self.watched.store is None else "receipts and /metrics",
+            servers=tuple(_server_view(arm, *scrapes) for arm, scrapes in self.last.items()),
+            routes=routes,
+            note=self.note,
+        )
+
+    def exit_code(self) -> ExitCode:
+        """What it ended with: the worst route; no look at the speculative server judges nothing."""
+        states = [machine.state for machine in self.machines.values()]
+        code = fallback.exit_code(states)
+        is_blind = not self.answered and code is ExitCode.PASS
+        return ExitCode.COULD_NOT_JUDGE if is_blind else code
+
+
+def _ended_ns(receipt: Receipt) -> int:
+    return receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns
+
+
+def _server_view(arm: Arm, now: Snapshot, before: Snapshot | None) -> ServerView:
+    change = None
+    if before is not None and before.failure is None and now.failure is None:
+        change = telemetry.difference(before, now)
+    tokens = None if change is None else change.total(telemetry.GENERATION_TOKENS)
+    drafted = None if change is None else change.total(telemetry.DRAFT_TOKENS)
+    accepted = None if change is None else change.total(telemetry.ACCEPTED_TOKENS)
+    return ServerView(
+        arm=arm,
+        failure=now.failure,
+        running=now.total(telemetry.RUNNING),
+        waiting=now.total(telemetry.WAITING),
+        tokens_per_s=None if change is None or tokens is None else tokens / change.seconds,
+        acceptance=accepted / drafted if accepted is not None and drafted else None,
+    )
+
+
+def urls_of(rollout: Rollout, given: Mapping[Arm, str | None]) -> dict[Arm, str]:
+    """The pair's addresses: as given, else those of an attached rollout.
+
+    Raises:
+        UsageError: one is missing.
+    """
+    attached = rollout.attached
+    named = {
+        Arm.TARGET_ONLY: None if attached is None else attached.target_only,
+        Arm.SPECULATIVE: None if attached is None else attached.speculative,
+    }
+    found = {arm: given.get(arm) or url for arm, url in named.items()}
+    missing = [arm for arm, url in found.items() if not url]
+    if missing:
+        option = f"--{missing[0].replace('_', '-')}"
+        raise UsageError(
+            f"rollout {rollout.name} does not say where its {missing[0]} server is (engine:"
+            f" {rollout.engine}); give {option} URL"
+        )
+    return {arm: str(url).rstrip("/") for arm, url in found.items()}
+
+
+async def follow(
+    follower: Follower,
+    *,
+    on_view: Callable[[View], None],
+    rounds: int | None,
+    ends: Callable[[Sequence[RouteState]], bool],
+) -> None:
+    """Look every interval until `ends` says so of the routes' states, or so many rounds are over.
+
+    Args:
+        follower: begun already.
+        on_view: told what is seen after each round.
+        rounds: None goes on until cancelled.
+        ends: asked after each round.
+    """
+    every_s = follower.watched.interval_s
+    done = 0
+    async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
+        while True:
+            started_s = time.monotonic()
+            await follower.look(session)
+            on_view(follower.view())
+            done += 1
+            if rounds is not None and done >= rounds:
+                return
+            if ends([machine.state for machine in follower.machines.values()]):
+                return
+            await asyncio.sleep(max(0.0, started_s + every_s - time.monotonic()))
