@@ -810,8 +810,8 @@ class Machine:
         what = "answers" if self.settings.evidence == "receipts" else "scrape intervals"
         why = (
             f"not one of {row.drafted} drafted tokens in a row was accepted, in {row.n} {what},"
-            f" over the limit of {limit}: the draft or head does not belong to this target, is damaged,"
-            " or is loaded under the wrong method name"
+            f" over the limit of {limit}: the draft or head does not belong to this target, is"
+            " damaged, or is loaded under the wrong method name"
         )
         return Failure(UNACCEPTED, "", e, float(limit), "tokens", row.n, why)
 
