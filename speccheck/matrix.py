@@ -36,6 +36,7 @@ from speccheck.measure import (
     quantile_ratio,
     same_length,
     used_options,
+    with_prompt_bands,
 )
 from speccheck.quality import CaseStatus
 from speccheck.records import SWEEP, Arm, Estimate, Outcome, Receipt, Stage
@@ -272,13 +273,15 @@ def workload_matrix(
         min_pairs: smaller cohorts (in a canary: completed requests of the smaller arm) are pooled,
             and named.
     """
-    counted = _protect_copies(
-        [
-            r
-            for r in receipts
-            # Where policy decides who is sent where, those it keeps off have no other side.
-            if not (r.warm_up or is_control(r) or (r.kept_off and r.stage in _OPEN_LOOP))
-        ]
+    counted = with_prompt_bands(
+        _protect_copies(
+            [
+                r
+                for r in receipts
+                # Where policy decides who is sent where, those it keeps off have no other side.
+                if not (r.warm_up or is_control(r) or (r.kept_off and r.stage in _OPEN_LOOP))
+            ]
+        )
     )
     in_flight = _in_flight(counted)
     rows = [

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from speccheck import stats
-from speccheck.records import Arm, Estimate, Measurement, Outcome, Receipt
+from speccheck.records import Arm, Estimate, Measurement, Outcome, Receipt, prompt_band
 
 ALPHA = 0.05
 """One-sided level at which a rule is passed."""
@@ -100,6 +100,29 @@ def pair_receipts(receipts: Iterable[Receipt]) -> Pairing:
     )
 
 
+UNKNOWN_BAND = prompt_band(None)
+
+
+def with_prompt_bands(receipts: Sequence[Receipt]) -> list[Receipt]:
+    """The receipts, those without a count of prompt tokens in the band of their prompt.
+
+    A request that failed has no such count. Left as it is, "unknown" would be a slice of nothing
+    but failures. Its band is that of its pair's other side, or of its prompt on other requests.
+    """
+    known: dict[str, str] = {}
+    for r in receipts:
+        if r.prompt_band != UNKNOWN_BAND:
+            known.setdefault(f"pair {r.pair_id}", r.prompt_band)
+            known.setdefault(f"prompt {r.prompt_id}", r.prompt_band)
+    return [
+        replace(r, prompt_band=band)
+        if r.prompt_band == UNKNOWN_BAND
+        and (band := known.get(f"pair {r.pair_id}") or known.get(f"prompt {r.prompt_id}"))
+        else r
+        for r in receipts
+    ]
+
+
 # --- measurements for the rules -----------------------------------------------------------------
 
 LATENCIES: dict[str, Callable[[Receipt], float | None]] = {
@@ -144,15 +167,17 @@ def measure_route(
     What the eligibility policy keeps on target-only is evidence of neither arm and left out; with
     `kept_off` it alone is measured.
     """
-    mine = [
-        r
-        for r in receipts
-        if r.route == route
-        and r.stage == stage
-        and r.priority != "protected"
-        and not r.warm_up
-        and r.kept_off is kept_off
-    ]
+    mine = with_prompt_bands(
+        [
+            r
+            for r in receipts
+            if r.route == route
+            and r.stage == stage
+            and r.priority != "protected"
+            and not r.warm_up
+            and r.kept_off is kept_off
+        ]
+    )
     loads = sorted({r.concurrency for r in mine})
 
     def measure(name: str, here: Sequence[Receipt]) -> list[Measurement]:
@@ -171,7 +196,7 @@ def measure_route(
         for load in loads:
             found += measure(f"concurrency {load}", [r for r in mine if r.concurrency == load])
     for field, name in (("prompt_band", "prompt"), ("temperature_band", "temperature")):
-        values = sorted({getattr(r, field) for r in mine})
+        values = sorted({getattr(r, field) for r in mine} - {UNKNOWN_BAND})
         if len(values) > 1:
             for value in values:
                 found += measure(f"{name} {value}", [r for r in mine if getattr(r, field) == value])

@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from speccheck import guardrails, measure, stats
@@ -51,6 +51,9 @@ Said = Literal["nothing", "something", "copy"]
 
 MISMATCH_ALPHA = 0.001
 """Level at which requests are said not to fall to the arms as planned."""
+
+_MOST_BANDS = 100_000
+"""Prompts whose band is remembered."""
 
 OUTAGE = 3
 """Failed requests of one arm in a row that are called one incident."""
@@ -629,6 +632,7 @@ class Monitors:
             keep: how many of the last receipts to keep at least, for notes and worst cases; None:
                 all.
         """
+        self._bands: dict[str, str] = {}
         self._slice_kinds = tuple(slices)
         self._keep = keep
         self._given = dict(rules)
@@ -649,6 +653,7 @@ class Monitors:
         self._since_ns: dict[str, int] = {}
         for receipt in earlier:
             self._versions[receipt.arm] = _version(receipt)
+            self._banded(receipt)
         served = [
             r
             for r in earlier
@@ -698,6 +703,7 @@ class Monitors:
             return []
         if self._is_straggler(receipt):
             return []
+        receipt = self._banded(receipt)
         self._note_version(receipt)
         self.receipts.append(receipt)
         self.seen += 1
@@ -723,6 +729,17 @@ class Monitors:
                 if self._is_open(cohort) and monitor.look():
                     failed.append(monitor)
         return failed
+
+    def _banded(self, receipt: Receipt) -> Receipt:
+        """A failed request, which has no count of prompt tokens, in the band of its prompt: by
+        itself it would be in a slice that holds nothing but failures.
+        """
+        if receipt.prompt_band != measure.UNKNOWN_BAND:
+            if len(self._bands) < _MOST_BANDS:
+                self._bands[receipt.prompt_id] = receipt.prompt_band
+            return receipt
+        band = self._bands.get(receipt.prompt_id, receipt.prompt_band)
+        return replace(receipt, prompt_band=band)
 
     def _begin_step(self) -> None:
         """A share begins: what fails within it alone has seen nothing of it yet."""
@@ -900,9 +917,10 @@ _BESIDE = ("error_rate_target_only", "length_finish_rate", "draft_coverage")
 
 def _slices(receipt: Receipt) -> tuple[str, ...]:
     """The slices that a receipt is in, named as `measure.measure_route` names them."""
+    is_known = receipt.prompt_band != measure.UNKNOWN_BAND
     return (
         f"concurrency {receipt.concurrency}",
-        f"prompt {receipt.prompt_band}",
+        *([f"prompt {receipt.prompt_band}"] if is_known else []),
         f"temperature {receipt.temperature_band}",
     )
 

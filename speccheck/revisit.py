@@ -22,7 +22,7 @@ from speccheck import eligibility, launch, stats
 from speccheck.config import Rollout
 from speccheck.context import PROTECTED, measured_arms, read_policy, read_rollout
 from speccheck.errors import EngineError, UsageError
-from speccheck.measure import ALPHA, acceptance_rate
+from speccheck.measure import ALPHA, acceptance_rate, with_prompt_bands
 from speccheck.records import (
     Arm,
     ArmDescription,
@@ -175,7 +175,7 @@ def measured_traffic(receipts: Iterable[Receipt]) -> list[Receipt]:
         by_stage.setdefault(receipt.stage, []).append(receipt)
     for stage in (Stage.CANARY, Stage.SHADOW, Stage.REPLAY):
         if stage in by_stage:
-            return by_stage[stage]
+            return with_prompt_bands(by_stage[stage])
     return []
 
 
@@ -362,7 +362,9 @@ def _traffic(
         why = "not compared: give recent receipts (--receipts)"
         return [Item("traffic mix, acceptance", Verdict.PASS, why, counted=False)]
     routes = {receipt.route for receipt in measured}
-    seen = [r for r in recent if not r.warm_up and not r.mirror and r.route in routes]
+    seen = with_prompt_bands(
+        [r for r in recent if not r.warm_up and not r.mirror and r.route in routes]
+    )
     others = Counter(
         r.route for r in recent if not r.warm_up and r.route not in {*routes, PROTECTED}
     )

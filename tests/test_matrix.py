@@ -584,3 +584,17 @@ def test_a_tail_is_shown_where_its_limits_exist(rng, n, shown):
     tails = [c.ratio for c in row.latency if c.quantile == "p95"]
     assert bool(tails) is shown
     assert all(math.isfinite(ratio.high) and ratio.low > 0 for ratio in tails)
+
+
+def test_a_failed_request_stays_in_the_cohort_of_its_pair(rng):
+    """It counts no prompt tokens; its row is that of its pair, and the arms' mix is no other."""
+    lost = {"outcome": "error", "error_class": "timeout", "prompt_tokens": None}
+    receipts = [
+        r
+        for i in range(120)
+        for r in pair(i, target={}, speculative=lost if i % 3 == 0 else {"tpot_ms": 10.0})
+    ]
+    found = rows(receipts, rng)
+    (row,) = found.rows
+    assert (row.n_pairs, row.unpaired, row.errors_speculative) == (80, 0, 40)
+    assert found.warnings == ()

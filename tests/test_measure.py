@@ -546,3 +546,22 @@ def test_counters_that_cannot_be_are_no_acceptance():
     assert (made.estimate, made.fail_estimates) == (None, ())
     assert "330 of 300 drafted tokens accepted" in made.note
     assert "cannot be" in made.note
+
+
+def test_failed_requests_are_no_slice_of_their_own(rng):
+    """Two of 300 requests fail, without a count of prompt tokens: 0.67 %, and no slice of 100 %."""
+    lost = {"outcome": "error", "error_class": "timeout", "prompt_tokens": None}
+    receipts = [
+        r
+        for i in range(300)
+        for r in pair(
+            i,
+            target={"prompt_tokens": 100 + 10 * (i % 30)},
+            speculative=lost if i in (70, 200) else {"prompt_tokens": 100 + 10 * (i % 30)},
+        )
+    ]
+    found = measure.measure_route(receipts, stage="shadow", route="chat", rng=rng)
+    rates = {m.cohort: m.estimate for m in found if m.metric == "error_rate"}
+    assert set(rates) == {"", "prompt 64-255", "prompt 256-1023"}
+    assert sum(round(e.value * e.n) for name, e in rates.items() if name) == 2
+    assert sum(e.n for name, e in rates.items() if name) == 300

@@ -800,3 +800,37 @@ def test_times_read_by_a_late_client_are_no_evidence():
     assert monitor(on_time, "max_tpot_p95_regression").verdict is Verdict.FAIL
     assert monitor(late, "max_tpot_p95_regression").n == 0
     assert monitor(late, "min_acceptance_rate").n == monitor(on_time, "min_acceptance_rate").n > 0
+
+
+def test_failed_requests_are_no_slice_of_their_own():
+    """A failure has no count of prompt tokens. Five in 2,000 are 0.25 %, within a limit of 1 %, and
+    not all of a slice "prompt unknown"; they count where their prompts belong.
+    """
+    lost = {"outcome": "error", "error_class": "timeout", "prompt_tokens": None}
+    lost["proposed_tokens"] = lost["accepted_tokens"] = None
+    receipts = []
+    for i in range(2000):
+        fields: dict[str, Any] = {"prompt_id": f"p{i % 40}", "prompt_tokens": 50 + 20 * (i % 40)}
+        receipts.append(live(i, **fields | (lost if i % 400 == 399 else {})))
+    watched = watch({"max_error_rate": RuleLimit(0.01)})
+    assert feed(watched, receipts) == []
+    assert {f.cohort for f in findings(watched) if "unknown" in f.cohort} == set()
+    assert monitor(watched, "max_error_rate").verdict is Verdict.PASS
+    slices = [m for m in watched.monitors if m.cohort and m.rule.name == "max_error_rate"]
+    assert sum(m.process.events for m in slices) == 5
+    assert sum(m.n for m in slices) == 2000
+
+
+def test_failures_of_one_band_are_failed_there():
+    """Where only long prompts die, their slice says so, though a dead request counts no tokens."""
+    receipts = []
+    for i in range(400):
+        long = i % 10 == 9
+        fields: dict[str, Any] = {"prompt_id": f"p{i % 20}", "prompt_tokens": 5000 if long else 50}
+        if long and i > 20:
+            fields |= {"outcome": "error", "error_class": "server_error", "prompt_tokens": None}
+        receipts.append(live(i, **fields))
+    watched = watch({"max_error_rate": RuleLimit(0.2)})
+    feed(watched, receipts)
+    failed = [m.cohort for m in watched.monitors if m.verdict is Verdict.FAIL]
+    assert failed == ["prompt >=4096"]
