@@ -48,7 +48,7 @@ from speccheck.records import (
     Stage,
     to_json,
 )
-from speccheck.store import RecordedDecision, StageResult, Store
+from speccheck.store import RecordedDecision, Run, StageResult, Store
 
 
 @dataclass(frozen=True)
@@ -290,6 +290,7 @@ def propose_policy(store: Store, run_id: str, path: Path) -> ProposedPolicy:
         run_id=run_id,
         routes=[route.name for route in rollout.routes],
         usable_k=lambda k: eligibility.usable_k(rollout, k),
+        pays_below={name: limits.e2e_ratio for name, limits in _route_limits(run).items()},
         old=None if obeyed is None else eligibility.Eligibility.model_validate(obeyed),
     )
     # Never into the file that comes with speccheck.
@@ -352,10 +353,7 @@ def workload(store: Store, run_id: str) -> matrix.Matrix:
         [r for r in receipts if r.stage not in (CALIBRATION, PROBE) and in_figures(r)],
         rng=np.random.default_rng([run.seed, len(receipts)]),
         limits=_matrix_limits(rules.limits("")),
-        route_limits={
-            route["name"]: _matrix_limits(rules.limits(route["name"]))
-            for route in run.config["rollout"]["routes"]
-        },
+        route_limits=_route_limits(run),
         costs=calibration.costs(receipts),
         quality=_case_status(store, run_id),
         void=void,
@@ -419,6 +417,14 @@ def _case_status(store: Store, run_id: str) -> dict[str, dict[str, CaseStatus]]:
         return {}
     found: dict[str, dict[str, CaseStatus]] = replayed.evidence["evidence"].get("case_status", {})
     return found
+
+
+def _route_limits(run: Run) -> dict[str, matrix.MatrixLimits]:
+    rules = Guardrails.model_validate(run.config["guardrails"])
+    return {
+        route["name"]: _matrix_limits(rules.limits(route["name"]))
+        for route in run.config["rollout"]["routes"]
+    }
 
 
 def _matrix_limits(limits: Mapping[str, float]) -> matrix.MatrixLimits:

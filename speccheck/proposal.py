@@ -90,6 +90,7 @@ def propose(
     run_id: str,
     routes: Sequence[str],
     usable_k: Callable[[int], bool],
+    pays_below: Mapping[str, float] | None = None,
     old: Eligibility | None = None,
 ) -> Proposal:
     """Rules for each route, from the matrix and from what failed.
@@ -100,6 +101,7 @@ def propose(
         run_id: named in the text.
         routes: of the rollout, in its order; rows of other traffic propose nothing.
         usable_k: whether the engine can be asked for a proposal length.
+        pays_below: by route, the e2e ratio below which speculation pays; else 1.
         old: the policy that the run obeyed; its rules about what failed stay while that fails.
     """
     rules: list[ProposedRule] = []
@@ -114,7 +116,8 @@ def propose(
             split = [row for row in mine if _is_split(row, failed)]
             kept = [row for row in mine if row not in split]
             found += _target_only(route, kept)
-            speculate, unusable = _speculate(route, kept, usable_k)
+            below = (pays_below or {}).get(route, 1.0)
+            speculate, unusable = _speculate(route, kept, usable_k, below)
             found += speculate
             notes += unusable
             undecided = [_figure(row) for row in kept if row.verdict == "inconclusive"]
@@ -404,7 +407,10 @@ def _is_closed_loop(row: MatrixRow) -> bool:
 
 
 def _speculate(
-    route: str, rows: Sequence[MatrixRow], usable_k: Callable[[int], bool]
+    route: str,
+    rows: Sequence[MatrixRow],
+    usable_k: Callable[[int], bool],
+    pays_below: float,
 ) -> tuple[list[ProposedRule], list[str]]:
     """Cohorts that pay, each up to the load at which that was measured."""
     groups: dict[tuple[Any, ...], list[MatrixRow]] = defaultdict(list)
@@ -415,7 +421,7 @@ def _speculate(
     for group in groups.values():
         if any(row.verdict == "target_only" and not _is_closed_loop(row) for row in group):
             continue  # it did not pay in live traffic, whatever a loop of a fixed size says
-        found, unusable = _by_load(group, usable_k)
+        found, unusable = _by_load(group, usable_k, pays_below)
         areas += found
         notes += [f"route {route}: {text}" for text in unusable]
     areas = sorted(_merged(areas), key=lambda a: (_size(a.region), a.at_most or 0, a.k or 0))
@@ -433,7 +439,7 @@ def _speculate(
 
 
 def _by_load(
-    group: Sequence[MatrixRow], usable_k: Callable[[int], bool]
+    group: Sequence[MatrixRow], usable_k: Callable[[int], bool], pays_below: float
 ) -> tuple[list[_Area], list[str]]:
     """Stretches of load at which a cohort pays with one proposal length, from the least load on.
 
@@ -453,7 +459,9 @@ def _by_load(
             reached = level if all(row.verdict == "target_only" for row in here) else None
             continue
         best = here[0].k
-        k = best if best is not None and usable_k(best) else _next_best(here[0], usable_k)
+        k = best
+        if best is None or not usable_k(best):
+            k = _next_best(here[0], usable_k, pays_below)
         if k != best:
             notes.append(
                 f"{here[0].name}: k {best} was best, which this engine cannot be asked for; set"
@@ -470,9 +478,9 @@ def _by_load(
     return areas, notes
 
 
-def _next_best(row: MatrixRow, usable_k: Callable[[int], bool]) -> int | None:
-    """The best of the proposal lengths that can be asked for and that surely get faster."""
-    known = [r for r in row.by_k if r.k and usable_k(r.k) and r.e2e_ratio.high < 1]
+def _next_best(row: MatrixRow, usable_k: Callable[[int], bool], pays_below: float) -> int | None:
+    """The best of the proposal lengths that can be asked for and that surely pay."""
+    known = [r for r in row.by_k if r.k and usable_k(r.k) and r.e2e_ratio.high < pays_below]
     return min(known, key=lambda r: (r.e2e_ratio.value, r.k)).k if known else None
 
 

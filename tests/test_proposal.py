@@ -23,11 +23,17 @@ def rng():
     return np.random.default_rng(21)
 
 
-def proposed(receipts, rng, findings=(), *, k=8, old=None, quality=None):
+def proposed(receipts, rng, findings=(), *, k=8, old=None, quality=None, pays_below=None):
     found = workload_matrix(receipts, rng=rng, quality=quality)
     routes = sorted({r.route for r in receipts} - {"mixed"})
     return proposal.propose(
-        found, findings, run_id="run:1", routes=routes, usable_k=lambda x: x <= k, old=old
+        found,
+        findings,
+        run_id="run:1",
+        routes=routes,
+        usable_k=lambda x: x <= k,
+        pays_below=pays_below,
+        old=old,
     )
 
 
@@ -103,6 +109,13 @@ def test_a_length_that_the_engine_cannot_be_asked_for_is_not_proposed(rng):
     made = proposed(sweep(rng, load=1, by_k=((2, 14.0), (5, 8.0))), rng, k=2)
     assert decide(policy_of(made), facts()).k == 2
     assert any("k 5 was best" in note for note in made.notes)
+
+
+def test_the_next_best_length_has_to_pay_too(rng):
+    """A ratio of 14/20 is faster, and no speed-up of 2."""
+    receipts = sweep(rng, load=1, by_k=((2, 14.0), (5, 8.0)))
+    made = proposed(receipts, rng, k=2, pays_below={"chat": 0.5})
+    assert not decide(policy_of(made), facts()).speculates
 
 
 def test_nothing_is_claimed_beyond_what_was_measured(rng):
