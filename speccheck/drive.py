@@ -1,7 +1,7 @@
 """Run a plan against the arms on a given clock; the only load loop.
 
-Closed loops, open loops, warm-up, ABBA blocks, mirrors and canaries are all plans, so there is one
-loop to trust. It keeps three things apart that load generators like to mix: when a request was
+Closed loops, open loops, warm-up, mirrors and canaries are all plans, so there is one loop to
+trust. It keeps three things apart that load generators like to mix: when a request was
 meant to go out (`scheduled_ns`), when it did (`sent_ns`), and whether our own process was fit to
 measure at all (`ClientHealth`): a late client makes a run invalid, not slow. Receipts are handed on
 as they complete, and written from one thread beside the loop, so that neither a slow disk delays a
@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -104,7 +104,6 @@ async def drive(
     on_receipt: Callable[[Receipt], None] | None = None,
     should_send: Callable[[PlannedRequest], PlannedRequest | None] | None = None,
     is_enough: Callable[[], bool] | None = None,
-    workers: Literal["per_arm", "shared"] = "per_arm",
     timeout_s: float = 600.0,
     give_up_after: int | None = None,
     limits: HealthLimits | None = None,
@@ -114,7 +113,7 @@ async def drive(
     The plan is run group by group, a group being the neighbours with the same phase and block;
     one group finishes before the next begins, in the plan's order. Where requests carry offsets
     the group is an open loop from its start, else a closed loop of `concurrency` workers for each
-    arm (`per_arm`) or for both together (`shared`).
+    arm.
 
     Args:
         plan: what to send; take away what is done with `plan.remaining`.
@@ -128,7 +127,6 @@ async def drive(
             that are left are skipped.
         should_send: the last word before a request goes out: the request, another one (a fallback
             sends it to target-only, see `plan.reroute`), or None to skip it.
-        workers: whose the concurrency is, in closed loops.
         timeout_s: for one whole answer.
         give_up_after: stop after so many attempts in a row that could not even connect to an arm.
         limits: when to call the client itself late.
@@ -167,7 +165,7 @@ async def drive(
     try:
         for is_warm_up, group in _groups(plan):
             with nullcontext() if is_warm_up else watch.measuring():
-                await _until_failed(_run_group(run, group, workers), flusher)
+                await _until_failed(_run_group(run, group), flusher)
     finally:
         # Also on Ctrl-C: what has completed is written before the cancellation goes on.
         try:
@@ -302,13 +300,9 @@ def _groups(plan: Sequence[PlannedRequest]) -> Iterator[tuple[bool, list[Planned
         yield is_warm_up, list(group)
 
 
-async def _run_group(
-    run: _Run, group: list[PlannedRequest], workers: Literal["per_arm", "shared"]
-) -> None:
+async def _run_group(run: _Run, group: list[PlannedRequest]) -> None:
     if group[0].offset_s is not None:
         await _open_loop(run, group)
-    elif workers == "shared":
-        await _closed_loops(run, [group])
     else:
         queues: dict[Arm, list[PlannedRequest]] = {}
         for request in group:

@@ -522,11 +522,11 @@ def same_length(target: Receipt, speculative: Receipt, least: int) -> bool:
 def clusters_of(pairs: Sequence[tuple[Receipt, Receipt]]) -> dict[str, list[str]]:
     """What pairs are not independent within, for the intervals: `blocks` and `prompts`.
 
-    The block of each pair (two neighbours where the arms took turns), if there are enough; its
-    prompt, if any comes again: its repeats do the same work.
+    The block of each pair, if there are enough; its prompt, if any comes again: its repeats do the
+    same work.
     """
     found = {}
-    blocks = [f"{t.phase}/{t.block if t.block == s.block else t.block // 2}" for t, s in pairs]
+    blocks = [f"{t.phase}/{t.block}" for t, _ in pairs]
     if len(set(blocks)) >= _BLOCKS_NEEDED:
         found["blocks"] = blocks
     prompts = [t.prompt_id for t, _ in pairs]

@@ -133,47 +133,6 @@ def open_loop(
     ]
 
 
-def abba(
-    phase: Phase,
-    prompts: Sequence[Prompt],
-    *,
-    rng: np.random.Generator,
-    block_size: int,
-    rate_per_s: float | None = None,
-) -> list[PlannedRequest]:
-    """The arms take turns in blocks, ABBA or BAAB drawn per group of four: for a shared machine.
-
-    Two neighbouring blocks (2j and 2j+1) hold the same `block_size` prompts, one arm each, so
-    pairs are near in time and linear drift cancels over each four blocks. The drive lets one
-    block finish before the next begins. With `rate_per_s`, the requests of a block arrive by a
-    Poisson process, the same one in both blocks of a pair, its offsets counted from the start of
-    the block; without it, the blocks are closed loops.
-
-    Raises:
-        UsageError: for a block size under 1 or a bad rate.
-    """
-    if block_size < 1:
-        raise UsageError(f"block size {block_size}: give at least 1 prompt per block")
-    order = [prompt for prompt, _ in _shuffled(prompts, 1, rng)]
-    chunks = [order[i : i + block_size] for i in range(0, len(order), block_size)]
-    planned: list[PlannedRequest] = []
-    first, second = BOTH_ARMS
-    for j, chunk in enumerate(chunks):
-        if j % 2 == 0:
-            first, second = _drawn_order(BOTH_ARMS, rng)
-        else:  # the second half of ABBA: what came last in the first half comes first here
-            first, second = second, first
-        offsets: Sequence[float | None] = [None] * len(chunk)
-        if rate_per_s is not None:
-            offsets = poisson_offsets(len(chunk), rate_per_s, rng).tolist()
-        for block, arm in ((2 * j, first), (2 * j + 1, second)):
-            planned += [
-                replace(_request(phase, arm, prompt, 0), block=block, offset_s=offset)
-                for prompt, offset in zip(chunk, offsets, strict=True)
-            ]
-    return planned
-
-
 def a_a(
     phase: Phase,
     prompts: Sequence[Prompt],

@@ -45,7 +45,6 @@ def some_plan(kind: str, n: int, seed: int):
     make = {
         "closed_loop": lambda: plan.closed_loop(phase(), some, rng=draws, repeats=2),
         "open_loop": lambda: plan.open_loop(phase(), some, offsets, rng=draws),
-        "abba": lambda: plan.abba(phase(), some, rng=draws, block_size=3, rate_per_s=2.0),
         "a_a": lambda: plan.a_a(phase(name="aa"), some, "greedy", rng=draws),
         "mirror": lambda: plan.mirror(phase(), some, offsets, rng=draws),
         "canary": lambda: plan.canary(phase(), some, offsets, rng=draws, share=0.3, salt="s"),
@@ -54,7 +53,7 @@ def some_plan(kind: str, n: int, seed: int):
     return make[kind]()
 
 
-KINDS = ["closed_loop", "open_loop", "abba", "a_a", "mirror", "canary", "warm_up"]
+KINDS = ["closed_loop", "open_loop", "a_a", "mirror", "canary", "warm_up"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -113,34 +112,6 @@ def test_open_loop_gives_both_arms_the_same_arrivals(n, arrivals, seed):
     assert by_arm[B] == by_arm[S]
     used = Counter(r.prompt.prompt_id for r in planned if r.arm is B)
     assert max(used.values(), default=0) <= -(-arrivals // n)
-
-
-@given(n=counts, seed=seeds, size=st.integers(1, 7), rate=st.none() | st.just(4.0))
-def test_abba_blocks(n, seed, size, rate):
-    """Neighbouring blocks hold the same prompts on different arms, and halves are mirrored."""
-    planned = plan.abba(phase(), prompts(n), rng=rng(seed), block_size=size, rate_per_s=rate)
-    blocks = defaultdict(list)
-    for request in planned:
-        blocks[request.block].append(request)
-    assert [r.block for r in planned] == sorted(r.block for r in planned)
-    assert sorted(blocks) == list(range(2 * -(-n // size)))
-    arms = [blocks[b][0].arm for b in sorted(blocks)]
-    assert all({r.arm for r in blocks[b]} == {arms[b]} for b in blocks)
-    for b in range(0, len(arms), 2):
-        assert {arms[b], arms[b + 1]} == {B, S}
-        assert [(r.prompt.prompt_id, r.offset_s, r.pair_id) for r in blocks[b]] == [
-            (r.prompt.prompt_id, r.offset_s, r.pair_id) for r in blocks[b + 1]
-        ]
-        if b % 4 == 2:
-            assert arms[b] == arms[b - 1]
-    assert all((r.offset_s is None) == (rate is None) for r in planned)
-
-
-def test_abba_and_baab_are_both_drawn():
-    """Which arm opens a group of four is chance."""
-    planned = plan.abba(phase(), prompts(400), rng=rng(), block_size=1)
-    opening = Counter(request.arm for request in planned[::4])
-    assert 60 < opening[S] < 140
 
 
 def test_a_a_pairs_with_the_compared_phase():
@@ -350,7 +321,5 @@ def test_plans_without_prompts():
         plan.open_loop(phase(), [], [0.0], rng=rng())
     with pytest.raises(UsageError, match="no prompts to warm up with"):
         plan.warm_up(phase(), [], 1)
-    with pytest.raises(UsageError, match="block size 0"):
-        plan.abba(phase(), prompts(1), rng=rng(), block_size=0)
     assert plan.open_loop(phase(), [], [], rng=rng()) == []
     assert plan.closed_loop(phase(), [], rng=rng()) == []
