@@ -233,3 +233,36 @@ def test_a_model_folder_is_looked_for_beside_the_rollout(
     if engine == "vllm":
         write(rollout, rollout.read_text().replace("pair/draft", "acme/draft"))
         assert load_rollout(rollout).speculation["model"] == "acme/draft"
+
+
+@pytest.mark.parametrize(
+    ("block", "why"),
+    [
+        ("{wrokers: 2}", "did you mean 'workers'"),
+        ("{shares: {nope: 0.5}}", "no route is called 'nope'"),
+        ("{hand_over: maybe}", "gateway.hand_over"),
+        ("{share: 2}", "gateway.share"),
+        ("{key_header: 'x y'}", "gateway.key_header"),
+        ("{store_prompts: true}", "gateway.store_prompts"),
+    ],
+)
+def test_the_gateways_block_is_checked(tmp_path: Path, block: str, why: str) -> None:
+    """A typo never turns into a default."""
+    with pytest.raises(UsageError, match=why):
+        load_rollout(write(tmp_path / "r.yaml", f"{ROLLOUT}gateway: {block}\n"))
+
+
+def test_the_gateway_is_on_loopback_and_keeps_no_prompts_by_default(tmp_path: Path) -> None:
+    """What is not said is the careful choice."""
+    gateway = load_rollout(write(tmp_path / "r.yaml", ROLLOUT)).gateway
+    assert (gateway.host, gateway.store_prompts, gateway.hand_over) == (
+        "127.0.0.1",
+        "off",
+        "refuse",
+    )
+    assert gateway.admin_token_env is None
+    assert gateway.mirror.share == 0
+    changed = load_rollout(
+        write(tmp_path / "s.yaml", f"{ROLLOUT}gateway: {{share: '5%', shares: {{support: 0.5}}}}\n")
+    )
+    assert (changed.gateway.share_of("support"), changed.gateway.share) == (0.5, 0.05)

@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from speccheck.errors import StoreError
+from speccheck.errors import SpeccheckError
 from speccheck.records import Answer, Receipt
 from speccheck.store import Store
 
@@ -140,7 +140,7 @@ class Writer:
                 self._has_begun = True
                 for at in range(0, len(batch), _BATCH):
                     self._write(store, batch[at : at + _BATCH])
-        except StoreError as error:
+        except SpeccheckError as error:
             if not self.problem:
                 self._say(f"receipts wait: {error}")
             self.problem = str(error)
