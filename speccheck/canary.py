@@ -2,7 +2,8 @@
 
 The share grows from step to step by rule: only when no monitor says fail and the step has seen its
 minimum of speculative requests. Every finished request is looked at (see `monitors`); a rule that
-fails turns speculation off for the route at once, and every later request goes to target-only. A
+fails turns speculation off for the route at once, and every later request goes to target-only: the
+guard is the live one (`fallback.Machine`) with the canary's monitors, off at its first failure. A
 look costs a fraction of a millisecond, so it is taken on the load loop, at the receipt.
 
 A fallback is sticky. It stands in the store's chain of decisions, for the route, in whatever run
@@ -21,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from speccheck import corpus, decision, graded, monitors, plan, shadow
+from speccheck import corpus, decision, fallback, graded, hooks, monitors, plan, shadow
 from speccheck.config import CanaryConfig, Guardrails, Rollout, Route
 from speccheck.context import RunContext
 from speccheck.errors import SpeccheckError, UsageError
@@ -36,6 +37,7 @@ from speccheck.records import (
     Receipt,
     Sampler,
     Stage,
+    Transition,
     Verdict,
     worst,
 )
@@ -271,6 +273,11 @@ class Guard:
         self._unrepresentative = corpus.unrepresentative(
             run.prompts(route, route.traffic("canary"))
         )
+        self._machine = fallback.Machine(
+            fallback.sticky(run.rollout.fallback, self._unrepresentative),
+            route.name,
+            watch=self.monitors,
+        )
         fallen = standing_fallback(run.store, run.run_id, route.name)
         if fallen is not None:
             self.decision = _still_off(fallen, run.run_id)
@@ -286,18 +293,13 @@ class Guard:
         speculative = receipt.arm == Arm.SPECULATIVE and not receipt.kept_off
         self._seen[receipt.phase] += int(speculative)
         late = self._punctuality.add(receipt)
-        failed = self.monitors.add(receipt, share=step.share, late=late)
-        if self.decision is None and any(map(self._is_broken, failed)):
-            self._fall_back()
-
-    def _is_broken(self, monitor: monitors.Monitor) -> bool:
-        """Whether a failed rule turns speculation off. On random ids only wrong output does."""
-        rule = monitor.rule
-        return (
-            monitor.limit.counted
-            and not rule.pays
-            and (rule.any_workload or not self._unrepresentative)
-        )
+        if self.decision is not None:
+            self.monitors.add(receipt, share=step.share, late=late)
+            return
+        at = receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns
+        moved = self._machine.observe(receipt, at, share=step.share, late=late)
+        if moved is not None:
+            self._fall_back(moved)
 
     def decide(self, request: PlannedRequest) -> PlannedRequest:
         """The last word before a request goes out: to target-only once the route fell back."""
@@ -358,7 +360,7 @@ class Guard:
         if self._failure is not None:
             raise self._failure
 
-    def _fall_back(self) -> None:
+    def _fall_back(self, moved: Transition) -> None:
         found = self.monitors.judge()
         made = decision.decide(
             self._route, Stage.CANARY, found, unrepresentative=self._unrepresentative
@@ -371,18 +373,21 @@ class Guard:
         )
         self.fell_back_ns = self._run.store.run_clock_ns(self._run.run_id, time.perf_counter_ns())
         # The load loop must not wait for the disk.
-        self._writing = threading.Thread(target=self._write)
+        self._writing = threading.Thread(target=self._write, args=(moved,))
         self._writing.start()
         self._run.report.line(f"  {self._route}: fell back: {made.reason}")
 
-    def _write(self) -> None:
+    def _write(self, moved: Transition) -> None:
         assert self.decision is not None  # noqa: S101 (for the type checker; the caller set it)
+        rollout, now_ns = self._run.rollout, time.time_ns()
         try:
-            self._run.store.append_decision(
-                self._run.run_id, self.decision, decided_at_ns=time.time_ns()
-            )
+            self._run.store.append_decision(self._run.run_id, self.decision, decided_at_ns=now_ns)
+            telling = hooks.Hooks(rollout.fallback.hooks, say=self._run.report.line)
         except SpeccheckError as error:
             self._failure = error
+            return
+        telling.fire(hooks.Event(rollout.name, moved, now_ns))
+        telling.close()
 
 
 def broken(fallen: Decision) -> Finding:
