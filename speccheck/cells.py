@@ -8,7 +8,9 @@ rounds, and by prompts.
 
 A sweep with a budget looks while it runs. A cell is judged after 2, 4, 8 ... rounds and look j has
 the level ALPHA/(j (j + 1)), which adds up to ALPHA over however many looks: an interval of such a
-cell holds its truth although it was looked at before.
+cell holds its truth although it was looked at before. A sweep that ends between looks is judged at
+the level of the look to come: whoever ends and resumes it there has looked once more than the sum
+counts.
 
 Pure: no clock, no store. An independent computation from exported receipts needs this page only.
 """

@@ -339,14 +339,23 @@ def _clustered(estimate: Estimate, receipts: Sequence[Receipt]) -> Estimate:
     return replace(estimate, n=len(receipts), method=method)
 
 
+def _share_by_prompt(k: int, n: int, prompts: int, *, alpha: float) -> Estimate:
+    """Share of n pairs; where prompts repeat, as if all pairs of a prompt agreed (the worst)."""
+    if prompts == n:
+        return stats.clopper_pearson(k, n, alpha=alpha)
+    found = stats.acceptance_from_totals(k, n, prompts, alpha=alpha)
+    return replace(found, n=n, method=f"Clopper-Pearson, {prompts} prompts as clusters")
+
+
 def _coverage(counted: Sequence[Receipt], measured: Measured) -> Measurement:
     """Verify steps with drafts over all decode passes of the target."""
     known = [r for r in counted if r.verify_steps is not None and r.target_passes]
-    steps = [r.verify_steps or 0 for r in known]
-    passes = [r.target_passes or 0 for r in known]
+    steps, passes = _by_prompt(known, "verify_steps"), _by_prompt(known, "target_passes")
     return measured(
         "draft_coverage",
-        (lambda a: stats.acceptance_rate(steps, passes, alpha=a)) if known else None,
+        (lambda a: _clustered(stats.acceptance_rate(steps, passes, alpha=a), known))
+        if known
+        else None,
         f"{sum(steps)} of {sum(passes)} decode passes checked drafts"
         if known
         else "no request carries verify steps and decode passes",
@@ -390,6 +399,7 @@ def _latency(
     target = np.array([a for _, _, a, _ in known])
     speculative = np.array([b for _, _, _, b in known])
     clusters = clusters_of([(t, s) for t, s, _, _ in known])
+    prompts = len({t.prompt_id for t, _, _, _ in known})
     slower = int((speculative > SLOWER * target).sum())
     if name == "tpot":
         own = f"{slower} of {len(known)} pairs took over {SLOWER:g} times as long"
@@ -404,9 +414,8 @@ def _latency(
         prompts=clusters.get("prompts"),
     )
     if not draws.draws:
-        few = len({t.prompt_id for t, _, _, _ in known})
         note = (
-            f"{note}; from {few} different prompts, and without {stats.FEWEST_CLUSTERS} there"
+            f"{note}; from {prompts} different prompts, and without {stats.FEWEST_CLUSTERS} there"
             " is no limit"
         ).removeprefix("; ")
     found = [
@@ -422,7 +431,7 @@ def _latency(
         found.append(
             measured(
                 "tpot_slower_share",
-                lambda a: stats.clopper_pearson(slower, len(known), alpha=a),
+                lambda a: _share_by_prompt(slower, len(known), prompts, alpha=a),
                 f"pairs whose TPOT is over {SLOWER:g} times target-only's",
                 slowest,
             )

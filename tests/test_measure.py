@@ -275,6 +275,30 @@ def test_how_many_pairs_got_slower_is_told_beside_the_quantile(rng):
     assert "8 of 40 pairs took over 1.1 times as long" in found["tpot_p95_ratio"].note
 
 
+def test_repeats_of_a_prompt_add_no_certainty_to_shares(rng):
+    """Coverage and slower pairs of ten prompts, four times each: no narrower than of ten."""
+
+    def widths(found):
+        estimates = [found[m].estimate for m in ("draft_coverage", "tpot_slower_share")]
+        return [e.high - e.low for e in estimates], [e.n for e in estimates]
+
+    once = [
+        replace(r, verify_steps=3 + int(r.prompt_id[1:]) % 5, target_passes=10)
+        if r.arm == "speculative"
+        else r
+        for r in pairs(rng, 10, target_ms=20.0, speculative_ms=21.9)
+    ]
+    often = [
+        replace(r, pair_id=f"{r.pair_id}/{i}", receipt_id=f"{r.receipt_id}/{i}")
+        for i in range(4)
+        for r in once
+    ]
+    one, few = widths(by_metric(shadow(once, rng)))
+    many, n = widths(by_metric(shadow(often, rng)))
+    assert many == pytest.approx(one)
+    assert (few, n) == ([10, 10], [40, 40])
+
+
 def test_errors_are_told_against_the_control(rng):
     """Six failures against two: the absolute rate is judged, the difference says whose they are."""
     receipts = [
