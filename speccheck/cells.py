@@ -263,7 +263,7 @@ def _cell(load: _Members, k: int) -> Cell:
     if throughput is not None:
         ratios["throughput"] = throughput
     verdict = verdict_of(ratios["e2e"], load.limit)
-    drafting = [r for r in spec if r.proposed_tokens and r.accepted_tokens is not None]
+    drafting = [r for r in spec if r.proposed_tokens and r.has_counts]
     stepping = [r for r in drafting if r.verify_steps]
     modelled, predicted = _modelled(load, pairs, alpha)
     known = load.calibration is not None and k in load.calibration.costs.verify
@@ -317,7 +317,7 @@ def _slices(pairs: Sequence[tuple[Receipt, Receipt]], alpha: float) -> tuple[Sli
     found = []
     for band in bands:
         mine = [(t, s) for t, s in pairs if t.prompt_band == band]
-        drafting = [s for _, s in mine if s.proposed_tokens and s.accepted_tokens is not None]
+        drafting = [s for _, s in mine if s.proposed_tokens and s.has_counts]
         acceptance = _by_prompt(stats.acceptance_rate, drafting, _accepted, _proposed, alpha)
         found.append(Slice(band, len(mine), _paired(mine, RATIOS["e2e"], alpha), acceptance))
     return tuple(found)

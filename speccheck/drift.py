@@ -236,4 +236,4 @@ def length_ratio(pairs: Sequence[Looked], *, alpha: float = 0.05) -> Estimate:
         if p.target.tokens and p.speculative.tokens
     ]
     target, speculative, groups = zip(*known, strict=True) if known else ((), (), ())
-    return stats.geometric_mean_ratio(target, speculative, alpha=alpha, blocks=groups)
+    return stats.geometric_mean_ratio(target, speculative, alpha=alpha, prompts=groups)

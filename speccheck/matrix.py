@@ -577,7 +577,7 @@ def _swept(
 
 
 def _drafting(receipts: Iterable[Receipt]) -> list[Receipt]:
-    return [r for r in receipts if r.proposed_tokens and r.accepted_tokens is not None]
+    return [r for r in receipts if r.proposed_tokens and r.has_counts]
 
 
 def _acceptance(receipts: Iterable[Receipt]) -> tuple[Estimate | None, Estimate | None]:

@@ -270,7 +270,7 @@ def _counts(receipts: Sequence[Receipt], pairing: Pairing, measured: Measured) -
 
 
 def _acceptance(spec: Sequence[Receipt], measured: Measured) -> list[Measurement]:
-    counted = [r for r in spec if r.proposed_tokens is not None and r.accepted_tokens is not None]
+    counted = [r for r in spec if r.has_counts]
     drafting = [r for r in counted if r.proposed_tokens]
     drafted = sum(r.proposed_tokens or 0 for r in drafting)
     accepted = sum(r.accepted_tokens or 0 for r in drafting)
@@ -278,12 +278,10 @@ def _acceptance(spec: Sequence[Receipt], measured: Measured) -> list[Measurement
     with_counts = sum(r.outcome == Outcome.OK for r in counted)
     parts = [f"{accepted} of {drafted} drafted tokens accepted"] if drafted else []
     if with_counts < completed:
-        reasons = Counter(
-            r.counts_note or "no reason given" for r in spec if r.proposed_tokens is None
-        )
+        reasons = Counter(_why_no_counts(r) for r in spec if not r.has_counts)
         parts.append(
             f"from {with_counts} of {completed} completed requests"
-            f" ({with_counts / completed:.0%}); the others carry no counts:"
+            f" ({with_counts / completed:.0%}); the others carry no usable counts:"
             f" {reasons.most_common(1)[0][0]}"
         )
     if counted and not drafted:
@@ -308,6 +306,12 @@ def _acceptance(spec: Sequence[Receipt], measured: Measured) -> list[Measurement
         ),
         _coverage(counted, measured),
     ]
+
+
+def _why_no_counts(receipt: Receipt) -> str:
+    if None not in (receipt.proposed_tokens, receipt.accepted_tokens):
+        return "more accepted tokens than drafted ones"
+    return receipt.counts_note or "no reason given"
 
 
 def acceptance_rate(drafting: Sequence[Receipt], *, alpha: float) -> Estimate:

@@ -484,8 +484,9 @@ def _drafts(
     def feed(receipt: Receipt) -> Said:
         accepted, drafted = receipt.accepted_tokens, receipt.proposed_tokens
         base = drafted if per == "proposed_tokens" else receipt.verify_steps
-        if receipt.arm != Arm.SPECULATIVE or accepted is None or not drafted or not base:
+        if receipt.arm != Arm.SPECULATIVE or not receipt.has_counts or not drafted or not base:
             return "nothing"
+        assert accepted is not None  # noqa: S101 (for the type checker)
         copy = (receipt.prompt_id, receipt.output_digest, accepted, base)
         if copy in seen:
             return "copy"
@@ -493,7 +494,7 @@ def _drafts(
         if isinstance(process, stats.RatioOfSums):
             process.add(accepted, base)
         else:
-            process.add(min(accepted / base, 1.0))
+            process.add(accepted / base)
         return "something"
 
     return feed

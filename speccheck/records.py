@@ -377,6 +377,12 @@ class Receipt:
         return self.decision_reason.startswith(POLICY)
 
     @property
+    def has_counts(self) -> bool:
+        """Whether it says how many tokens were drafted and accepted, in numbers that can be."""
+        drafted, accepted = self.proposed_tokens, self.accepted_tokens
+        return drafted is not None and accepted is not None and 0 <= accepted <= drafted
+
+    @property
     def ttft_s(self) -> float | None:
         """Send to first chunk that carries a token id, seconds."""
         return _span_s(self.sent_ns, self.first_token_ns)

@@ -457,7 +457,7 @@ def _by_cohort(receipts: Iterable[Receipt]) -> dict[str, list[Receipt]]:
     found: dict[str, list[Receipt]] = {}
     for r in receipts:
         drafted = not r.warm_up and r.arm == Arm.SPECULATIVE and r.outcome == Outcome.OK
-        if drafted and r.proposed_tokens and r.accepted_tokens is not None:
+        if drafted and r.proposed_tokens and r.has_counts:
             found.setdefault(cohort(r), []).append(r)
     return found
 

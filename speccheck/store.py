@@ -1122,12 +1122,15 @@ class Store:
         ):
             if _arm(rest).engine_config_id != config_id:
                 problems.append(f"run {run_id}, arm {rest[0]}: {config_id} is not its digest")
-        for receipt_id, wanted, token_ids in self._rows(
-            "SELECT t.receipt_id, r.output_digest, t.token_ids FROM texts t "
+        for receipt_id, wanted, token_ids, details in self._rows(
+            "SELECT t.receipt_id, r.output_digest, t.token_ids, t.details FROM texts t "
             "JOIN receipts r USING (receipt_id) WHERE t.token_ids IS NOT NULL ORDER BY ALL",
             [],
         ):
-            if digest("output", token_ids) != wanted:
+            # As `client.output_digest`: of all choices where there are several.
+            others = [] if details is None else json.loads(details).get("choices") or []
+            every = [token_ids, *(choice["token_ids"] or [] for choice in others)]
+            if digest("output", every if others else token_ids) != wanted:
                 problems.append(f"receipt {receipt_id}: its kept tokens are not the digest's")
         problems += self._broken_chains()
         return problems

@@ -190,7 +190,7 @@ def test_t12_a_slice_of_which_half_carries_no_counts(
     assert slice_["verdict"] == "fail"
     assert slice_["estimate"]["value"] == pytest.approx(11 / 200, rel=0.03)
     assert 30 <= slice_["estimate"]["n"] <= 60
-    assert "carry no counts" in slice_["why"]
+    assert "carry no usable counts" in slice_["why"]
     assert "fails at prompt 256-1023" in told.json["decisions"][0]["scope"]
 
 

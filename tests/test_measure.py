@@ -585,3 +585,14 @@ def test_failed_requests_are_no_slice_of_their_own(rng):
     assert set(rates) == {"", "prompt 64-255", "prompt 256-1023"}
     assert sum(round(e.value * e.n) for name, e in rates.items() if name) == 2
     assert sum(e.n for name, e in rates.items() if name) == 300
+
+
+def test_more_accepted_than_drafted_is_no_acceptance(rng):
+    """Counts that cannot be are said and left out; they do not lift the rate, or make it 145 %."""
+    odd = {"proposed_tokens": 40, "accepted_tokens": 58}
+    receipts = [r for i in range(90) for r in pair(i, target={}, speculative=odd if i % 3 else {})]
+    found = measure.measure_route(receipts, stage="shadow", route="chat", rng=rng)
+    (rate,) = [m for m in found if (m.metric, m.cohort) == ("acceptance_rate", "")]
+    assert (rate.estimate.value, rate.estimate.n) == (0.6, 30)
+    assert "from 30 of 90 completed requests (33%)" in rate.note
+    assert "more accepted tokens than drafted ones" in rate.note

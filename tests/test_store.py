@@ -20,6 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from speccheck import client
 from speccheck import store as store_module
 from speccheck.errors import StoreError, UsageError
 from speccheck.health import ClientHealth
@@ -32,6 +33,7 @@ from speccheck.records import (
     Estimate,
     Finding,
     Measurement,
+    Outcome,
     Receipt,
     RouteState,
     Transition,
@@ -558,6 +560,22 @@ def full(path):
             store.append_decision("run-1", decision, decided_at_ns=i)
         assert store.verify() == []
     return path
+
+
+def test_several_choices_verify(path):
+    """With n > 1 the digest is of all choices, and a further one that was changed is found."""
+    further = client.Choice("y", (4, 5), "stop")
+    seen = client.Observation(Outcome.OK, 0, 1, token_ids=(1, 2, 3), others=(further,))
+    kept = replace(receipt(0), output_digest=client.output_digest(seen))
+    details = {"choices": [asdict(further)]}
+    with Store.open(path) as store:
+        store.begin_run(RUN, wall_ns=5, clock_ns=6)
+        store.put_arm("run-1", ARM)
+        answer = Answer(kept.receipt_id, "x", (1, 2, 3), details=details)
+        store.append_receipts([(kept, answer)])
+        assert store.verify() == []
+    changed = "UPDATE texts SET details = replace(details, '5', '6')"
+    assert ["kept tokens" in p for p in tampered(path, changed)] == [True]
 
 
 @pytest.mark.parametrize(
