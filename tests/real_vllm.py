@@ -49,6 +49,7 @@ ARGS = {
     "max-model-len": 1024,
     "generation-config": "vllm",
     "max-num-seqs": 32,
+    "async-scheduling": False,  # ngram switches it off: so that the arms differ in nothing else
 }
 ENV = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 DRAFT_MODEL = {"method": "draft_model", "model": "packaged", "num_speculative_tokens": 4}
@@ -380,10 +381,6 @@ def sound(urls: Mapping[str, str], folder: Path) -> tuple[Job, Job]:
     for stage in ("replay", "shadow", "canary"):
         reconciled(two, stage)
     return one, two
-
-
-SCHEDULING = ("vllm_config.scheduler_config.async_scheduling",)
-"""ngram switches it off, target-only keeps it: accepted by name, as a user would."""
 
 
 def agreement(real: Job, target_url: str, folder: Path) -> None:
