@@ -371,7 +371,7 @@ def sound(urls: Mapping[str, str], folder: Path) -> tuple[Job, Job]:
     two = write(
         folder,
         "ngram",
-        {"engine": "attached", "attached": attached, "speculation": NGRAM, "waive": SCHEDULING},
+        {"engine": "attached", "attached": attached, "speculation": NGRAM},
     )
     told = two.judge("run", "--keep-going")
     hold(list(told["stages"]) == ["fixture", "replay", "shadow", "canary"], "all four stages ran")
