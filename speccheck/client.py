@@ -20,6 +20,7 @@ from typing import Any
 
 import aiohttp
 
+from speccheck import dialects
 from speccheck.errors import EngineError
 from speccheck.records import (
     Answer,
@@ -84,7 +85,8 @@ _PARAMETERS = (
 class SpecCounts:
     """Speculation counts of one request, from the engine's own per-request metrics."""
 
-    verify_steps: int
+    verify_steps: int | None
+    """None where the server does not say (llama.cpp)."""
     proposed_tokens: int
     accepted_tokens: int
     histogram: tuple[int, ...] | None
@@ -586,6 +588,7 @@ class Stream:
     others: dict[int, _Choice] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
+    """vLLM's per-request metrics, or another server's in its words."""
     warnings: list[str] = field(default_factory=list)
 
     def take(self, payload: bytes, at_ns: int) -> dict[str, Any] | None:
@@ -606,6 +609,8 @@ class Stream:
                 self.usage = dict(usage)
             if metrics := chunk.get("metrics"):
                 self.metrics = dict(metrics)
+            elif not dialects.KEYS.isdisjoint(chunk):
+                self._take_dialect(chunk)
             for choice in chunk.get("choices") or ():
                 self._take_choice(chunk, choice, choice.get("delta") or _text_of(choice), at_ns)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as wrong:
@@ -620,11 +625,19 @@ class Stream:
             body = json.loads(payload.decode())
             self.usage = dict(body.get("usage") or {}) or None
             self.metrics = dict(body.get("metrics") or {}) or None
+            self._take_dialect(body)
             for choice in body["choices"]:
                 message = _text_of(choice) or choice["message"]
                 self._take_choice(body, choice, message, at_ns)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as wrong:
             self.fail(Outcome.ERROR, "bad_stream", f"not a chat answer: {_one_line(wrong)}")
+
+    def _take_dialect(self, reply: Mapping[str, Any]) -> None:
+        """What servers other than vLLM say of speculation; the last word counts."""
+        if self.metrics is None or "dialect" in self.metrics:
+            counts = dialects.of_reply(reply)
+            if counts is not None:
+                self.metrics = {"speculative_decoding": counts, "dialect": True}
 
     def _take_choice(
         self, chunk: dict[str, Any], choice: dict[str, Any], delta: dict[str, Any], at_ns: int
@@ -880,7 +893,8 @@ def parse_counts(
         ValueError, TypeError, KeyError: for counts that are missing, negative or not whole, and for
             more accepted than drafted: an acceptance over 1 is none.
     """
-    steps = _whole(raw["num_spec_steps"])
+    # llama.cpp does not tell its verify steps.
+    steps = None if raw["num_spec_steps"] is None else _whole(raw["num_spec_steps"])
     accepted = _whole(raw["num_accepted_draft_tokens"])
     proposed = _whole(raw["num_draft_tokens"])
     k = None if raw.get("num_spec_tokens") is None else _whole(raw["num_spec_tokens"])
@@ -890,14 +904,14 @@ def parse_counts(
     if bins is not None:
         if k is not None and len(bins) != k + 1:
             broken.append(f"{len(bins)} histogram entries for k={k}")
-        if sum(bins) != steps:
+        if steps is not None and sum(bins) != steps:
             broken.append(f"histogram sums to {sum(bins)}, steps are {steps}")
         weighed = sum(j * count for j, count in enumerate(bins))
         if weighed != accepted:
             broken.append(f"histogram weighs {weighed}, accepted are {accepted}")
     if accepted > proposed:
         raise ValueError(f"accepted {accepted} of {proposed} drafted")
-    if k is not None and proposed > steps * k:
+    if k is not None and steps is not None and proposed > steps * k:
         broken.append(f"drafted {proposed} in {steps} steps of at most {k}")
     per_step: dict[str, tuple[int, ...]] = {}
     for name, total in (("per_step_accepted", accepted), ("per_step_drafted", proposed)):
@@ -907,7 +921,7 @@ def parse_counts(
                 broken.append(
                     f"{name} has {len(per_step[name])} steps and sums to {sum(per_step[name])}"
                 )
-    if completion_tokens is not None and k is not None:
+    if completion_tokens is not None and k is not None and steps is not None:
         over = accepted + steps - completion_tokens
         if over > k:
             broken.append(f"accepted + steps exceeds the {completion_tokens} delivered by {over}")
@@ -1072,7 +1086,8 @@ def target_passes(completion_tokens: int | None, counts: SpecCounts | None, arm:
         passes = s + max(0, n - 1 - a - s)
 
     and n - 1 on target-only. The last block may be cut at a stop or at max_tokens, which hides
-    that many plain steps: the result is low by at most the tokens cut, which is at most k.
+    that many plain steps: the result is low by at most the tokens cut, which is at most k. Where s
+    is not known it is n - 1 - a, which is low by the same.
     Where a prompt was wholly cached, vLLM counts the prefill itself as a verify step that accepts
     nothing; the result is then high by one.
 
@@ -1086,7 +1101,8 @@ def target_passes(completion_tokens: int | None, counts: SpecCounts | None, arm:
     after_prefill = max(0, completion_tokens - 1)
     if counts is None:
         return after_prefill
-    steps, accepted = counts.verify_steps, counts.accepted_tokens
+    accepted = counts.accepted_tokens
+    steps = 0 if counts.verify_steps is None else counts.verify_steps
     return steps + max(0, after_prefill - accepted - steps)
 
 

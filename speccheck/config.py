@@ -176,6 +176,10 @@ class Attached(Model):
     """Model name to ask for; None takes the first that /v1/models lists."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the API key; the key itself is never stored."""
+    extra: dict[str, Any] = {}
+    """Fields added to every request of both arms (SGLang: return_spec_tokens_details: true)."""
+    omit: tuple[str, ...] = ()
+    """Fields that these servers refuse and that are left out (return_token_ids, cache_salt ...)."""
 
     @field_validator("target_only", "speculative", "draft")
     @classmethod

@@ -147,12 +147,15 @@ class RunContext:
     def endpoints(self) -> dict[Arm, Endpoint]:
         """Where the load loop reaches each arm."""
         pair = self.arms()
+        attached = self.rollout.attached if self.rollout.engine == "attached" else None
         return {
             arm.arm: Endpoint(
                 description=arm,
                 policy_version=eligibility.policy_version(self.rollout, self.policy),
                 served_model=arm.model,
                 api_key=pair.api_key,
+                extra={} if attached is None else attached.extra,
+                omit=frozenset(() if attached is None else attached.omit),
             )
             for arm in pair
         }

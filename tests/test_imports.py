@@ -33,6 +33,7 @@ ORDER = [
     "in_vllm",
     "kernels",
     "launch",
+    "dialects",
     "client",
     "eligibility",
     "telemetry",
