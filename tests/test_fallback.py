@@ -14,10 +14,12 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from live_route import S, feed, first_move, page, scraped, served, settings, traffic
+from ruamel.yaml import YAML
 
 from speccheck import fallback
-from speccheck.config import FallbackConfig, Guardrails, Rollout
+from speccheck.config import FallbackConfig, Guardrails, Rollout, package_dir
 from speccheck.fallback import GRACE_NS, Machine, Sample
+from speccheck.monitors import Monitors
 from speccheck.records import Arm, Receipt, RouteState, Transition, canonical_json, to_json
 from speccheck.telemetry import Snapshot, failed_scrape
 
@@ -673,6 +675,44 @@ def test_a_replay_of_what_was_kept_decides_the_same(told):
     assert as_bytes(again) == as_bytes(made)
 
 
+# --- false alarms -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [(60.0, 600.0), (30.0,), (10.0, 100.0, 1000.0)])
+def test_the_levels_of_a_days_windows_add_up_to_the_rate_of_false_alarms(lengths):
+    """By the union bound: they begin half their length apart, each fails at its level at most."""
+    plain = settings(windows_s=lengths, false_alarms_per_day=0.02)
+    total = sum(86_400 / (length / 2) * plain.alpha_fail(length) for length in lengths)
+    assert total == pytest.approx(0.02)
+    for length in lengths:
+        window = fallback.Window(plain, "chat", 0, length)
+        assert isinstance(window.watch, Monitors)
+        # The rates of our own take what the monitors leave.
+        assert (
+            window.watch._alpha_fail + 2 * 0.1 * window.alpha_fail <= window.alpha_fail * 1.000001
+        )
+
+
+def test_windows_begin_no_oftener_than_their_level_allows():
+    """Half a length apart, and later where the traffic is slow."""
+    machine = Machine(settings(windows_s=(20.0, 60.0), window_requests=50), "chat")
+    began: dict[float, set[int]] = {20.0: set(), 60.0: set()}
+    rows = traffic(np.random.default_rng(3), 1500, rate_per_s=10)
+    for one in rows:
+        assert machine.observe(one, one.done_ns or 0) is None
+        for window in machine.windows:
+            began[window.length_s or 0.0].add(window.began_ns)
+    for length, starts in began.items():
+        gaps = np.diff(sorted(starts)) / S
+        assert len(gaps) >= 3
+        assert gaps.min() >= length / 2
+    slow = Machine(settings(windows_s=(20.0,), window_requests=50), "chat")
+    for one in good(120, S):
+        slow.observe(replace(one, scheduled_ns=one.scheduled_ns * 100), (one.done_ns or 0) * 100)
+        assert len(slow.windows) <= 2
+    assert slow.windows[0].speculative > 50
+
+
 # --- settings -----------------------------------------------------------------------------------
 
 
@@ -697,6 +737,21 @@ def test_limits_of_the_live_guard_overlay_those_of_the_guardrails():
         "max_acceptance_rate": 0.95,
         "max_unsupported_requests": 2,
     }
+
+
+def test_the_commented_block_of_rollout_yaml_is_the_defaults():
+    """What the file shows is what holds where nothing is set, and every setting is shown."""
+    text = (package_dir("rules") / "rollout.yaml").read_text(encoding="utf-8")
+    block = text[text.index("# fallback:") : text.index("\n\n", text.index("# fallback:"))]
+    loaded = YAML(typ="safe").load(block.replace("# ", "", 1).replace("\n# ", "\n"))
+    shown = FallbackConfig(**loaded["fallback"])
+    plain = FallbackConfig()
+    told = shown.model_dump(exclude={"limits", "hooks"})
+    assert told == plain.model_dump(exclude={"limits", "hooks"})
+    assert shown.model_fields_set == set(FallbackConfig.model_fields)
+    assert shown.hooks.model_fields_set == set(type(shown.hooks).model_fields)
+    given = shown.limits.model_dump(exclude_none=True)
+    assert {name: fallback.LIVE_LIMITS[name] for name in given} == given
 
 
 def test_hooks_are_no_part_of_the_settings_that_are_written_down():

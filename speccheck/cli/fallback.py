@@ -206,7 +206,6 @@ def fallback_reset(route: str, reason: str, out: Path, run_id: str | None) -> in
     """
     from speccheck import fallback as module
     from speccheck import outcome
-    from speccheck.records import RouteState
 
     with outcome.open_store(out, mode="write") as store:
         run = store.run(outcome.pick_run(store, run_id))
@@ -219,15 +218,20 @@ def fallback_reset(route: str, reason: str, out: Path, run_id: str | None) -> in
         kept = [(row.transition, row.wall_ns) for row in store.transitions(name, route)]
         now_wall_ns, now_ns = time.time_ns(), time.perf_counter_ns()
         machine = module.resume(settings, route, kept, now_wall_ns=now_wall_ns, now_ns=now_ns)
-        moved = machine.reset(now_ns, f"an operator ({reason})")
-        if moved is None or moved.after is not RouteState.PROBATION or not moved.who:
+        first = machine.reset(now_ns, f"an operator ({reason})")
+        if first is None:
             raise UsageError(
                 f"{store.path}: route {route} is {machine.state}, so there is nothing to reset"
             )
-        store.append_transition(
-            name, moved, run_id=run.run_id, wall_ns=now_wall_ns, settings=settings.digest
-        )
-    click.echo(f"{route}: {moved.before} -> {moved.after}: {moved.why}")
+        # Its cool-down may have ended while nobody was there to say so.
+        made = [first, *iter(lambda: machine.tick(0), None)]
+        for moved in made:
+            wall_ns = now_wall_ns - (now_ns - moved.at_ns)
+            store.append_transition(
+                name, moved, run_id=run.run_id, wall_ns=wall_ns, settings=settings.digest
+            )
+    for moved in made:
+        click.echo(f"{route}: {moved.before} -> {moved.after}: {moved.why}")
     return ExitCode.PASS
 
 
