@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from speccheck import coverage, launch, vllm
+from speccheck import coverage, gpus, launch, vllm
 from speccheck.config import Rollout
 from speccheck.context import read_rollout
 from speccheck.engine.settings import PAIR_DIR
@@ -99,7 +99,15 @@ def _loopback() -> Check:
 
 
 def _gpus() -> Check:
-    """GPUs with their memory, by nvidia-smi: it comes with the driver, on every GPU host."""
+    """GPUs with their memory, by nvidia-ml-py or by nvidia-smi, which comes with the driver."""
+    if seen := gpus.found():
+        shown = [
+            f"{g.index}: {g.name}, {(g.memory_bytes - g.used_bytes) / _GIB:.0f} of"
+            f" {g.memory_bytes / _GIB:.0f} GiB free"
+            + ("" if g.utilisation is None else f", {g.utilisation:.0%} busy")
+            for g in seen
+        ]
+        return Check("gpu", "ok", "; ".join(shown))
     command = ["nvidia-smi", "--query-gpu=index,name,memory.total,memory.used,utilization.gpu"]
     try:
         done = subprocess.run(

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from speccheck import vllm
+from speccheck import gpus, vllm
 from speccheck.config import PACKAGED, Rollout, VllmServers
 from speccheck.engine.settings import SpeculativeSettings
 from speccheck.errors import EngineError, UsageError
@@ -418,8 +418,8 @@ def _vllm(rollout: Rollout, log_dir: Path, say: Callable[[str], None]) -> Iterat
     jobs = [
         _VllmJob(servers, arm, config, log_dir / f"{arm}.log") for arm, config in wanted.items()
     ]
-    gpus = servers.gpus
-    apart = gpus is not None and gpus.target_only != gpus.speculative
+    own = servers.gpus
+    apart = own is not None and own.target_only != own.speculative
     with _started(installed, jobs, say, apart=apart) as urls:
         target, speculative = (
             _describe_vllm(rollout, installed, job, url)
@@ -545,7 +545,12 @@ def _describe_vllm(
 ) -> ArmDescription:
     """What a server that we started says of itself, and how we started it."""
     said = _describe(job.arm, url, job.servers.name, None)
-    return replace(said, config={**said.config, "launched": _launched(rollout, installed)})
+    launched = _launched(rollout, installed)
+    devices = vllm.environment(job.servers, job.arm).get("CUDA_VISIBLE_DEVICES")
+    seen = gpus.visible(gpus.found(), devices or os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if seen:
+        launched["gpus"] = [gpu.to_dict() for gpu in seen]
+    return replace(said, config={**said.config, "launched": launched})
 
 
 def _launched(rollout: Rollout, installed: vllm.Installed) -> dict[str, Any]:
@@ -565,7 +570,11 @@ def _would_be(
 ) -> ArmDescription:
     """A measured server's description as it would be if it were started now."""
     target = vllm.model_path(rollout.vllm.target)
-    config = {**then.config, "launched": _launched(rollout, installed)}
+    before = then.config.get("launched", {})
+    launched = _launched(rollout, installed)
+    if "gpus" in before:
+        launched["gpus"] = before["gpus"]  # which GPU it would get is not known before it does
+    config = {**then.config, "launched": launched}
     if files := _file_digests(Path(target)):
         config["model_files"] = files
     speculative = then.speculative_config

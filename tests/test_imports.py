@@ -29,6 +29,7 @@ ORDER = [
     "plan",
     "turns",
     "supervise",
+    "gpus",
     "vllm",
     "in_vllm",
     "kernels",
