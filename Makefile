@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench detection wheel-check clean
+.PHONY: demo test lint bench detection wheel-check real-vllm test-real-model clean
 
 demo: $(STAMP)
 	@$(BIN)/python -m speccheck demo --out demo
@@ -25,6 +25,15 @@ bench: $(STAMP)
 # Which broken verifiers the distribution tests find, with how many tokens.
 detection: $(STAMP)
 	$(BIN)/python tests/bench/detection.py
+
+# A real vLLM (its CPU build, 3.7 GB in .venv-vllm, once): what is broken in it is found, what is
+# sound passes. Minutes.
+real-vllm: $(STAMP)
+	$(BIN)/python tests/real_vllm.py
+
+# A real chat model on it: SmolLM2-135M-Instruct with prompt lookup. Only when asked: many minutes.
+test-real-model: $(STAMP)
+	$(BIN)/python tests/real_model.py --keep .venv-vllm/real-model
 
 # A wheel in a fresh virtual environment, away from the checkout.
 wheel-check: $(STAMP)

@@ -127,8 +127,7 @@ def vllm_python(folder: Path) -> str:
     done = folder / f".installed-{VLLM}"
     if not done.exists():
         print(f"installing {VLLM} into {folder} (some minutes, once)", flush=True)
-        base = os.environ.get("PYTHON", sys.executable)
-        subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True)
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "--quiet", VLLM], check=True)
         subprocess.run([*pip, "uninstall", "--quiet", "--yes", *MISMATCHED], check=True)
