@@ -85,17 +85,17 @@ class Asked:
         """Whether the answer is wanted in pieces."""
         return self.body.get("stream") is True
 
-    @property
+    @cached_property
     def wants_ids(self) -> bool:
         """Whether the client itself asked for token ids."""
         return self.body.get("return_token_ids") is True
 
-    @property
+    @cached_property
     def wants_usage(self) -> bool:
         """Whether the client asked for the last chunk, with usage."""
         return self._stream_options.get("include_usage") is True
 
-    @property
+    @cached_property
     def wants_running_usage(self) -> bool:
         """Whether the client asked for usage in every chunk."""
         return self.wants_usage and self._stream_options.get("continuous_usage_stats") is True
@@ -105,7 +105,7 @@ class Asked:
         options = self.body.get("stream_options")
         return options if isinstance(options, Mapping) else {}
 
-    @property
+    @cached_property
     def max_tokens(self) -> int | None:
         """Answer length that the request allows; None where it names none."""
         names = ("max_completion_tokens", "max_tokens") if self.kind == "chat" else ("max_tokens",)
@@ -132,7 +132,7 @@ class Asked:
         temperature = _number(self.body.get("temperature"))
         return temperature is not None and temperature < 1e-5
 
-    @property
+    @cached_property
     def sampler(self) -> Sampler:
         """Sampling options as a receipt carries them; unreadable ones at their defaults."""
         body, form = self.body, self.body.get("response_format")

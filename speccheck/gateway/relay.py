@@ -188,11 +188,13 @@ async def watch_stream(
     stream: Stream,
     on_head: Callable[[list[Header]], None],
     on_event: OnEvent,
+    flush: Callable[[], Awaitable[None]],
 ) -> None:
     """Send a request that is answered in events, and hand each on as soon as it is whole.
 
-    `stream` takes them all; `on_head` gets the response headers before the first. Returns when the
-    answer has ended as it should.
+    `stream` takes them all; `on_head` gets the response headers before the first; `flush` is called
+    after all that one read brought, and takes as long as the client does. Returns when the answer
+    has ended as it should.
 
     Raises:
         ArmFailedError: whatever else the arm did.
@@ -221,8 +223,9 @@ async def watch_stream(
                                 Outcome.ERROR, "server_error", f"finish_reason {reason}"
                             )
                         await on_event(raw, value)
-                        is_begun = is_begun or stream.first_output_ns is not None
-                        is_begun = is_begun or stream.first_ids_ns is not None
+                    await flush()
+                    is_begun = is_begun or stream.first_output_ns is not None
+                    is_begun = is_begun or stream.first_ids_ns is not None
                     if events.pending_bytes > MAX_EVENT_BYTES:
                         raise ArmFailedError(
                             Outcome.ERROR,
@@ -390,6 +393,8 @@ class Relay:
     _stream: Stream = field(default_factory=lambda: Stream(started_ns=0))
     _handover: dict[str, Any] = field(default_factory=dict)
     _head: dict[str, Any] = field(default_factory=dict)
+    _out: bytearray = field(default_factory=bytearray)
+    """Written and not flushed: what one read of the arm brought goes out at once."""
     _back: list[Header] = field(default_factory=list)
     _sent: str = ""
     """Text of the first choice that the client has from the first arm."""
@@ -456,6 +461,7 @@ class Relay:
                 self._stream,
                 self._keep_head,
                 self._forward,
+                self._flush,
             )
         await self._end(b"")
 
@@ -507,6 +513,12 @@ class Relay:
         if data:
             if not self.is_started:
                 await self._start(200, self._back)
+            self._out += data
+
+    async def _flush(self) -> None:
+        """What was written goes to the client; how long that takes is the client's to say."""
+        if self._out:
+            data, self._out = bytes(self._out), bytearray()
             await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _start(self, status: int, headers: Sequence[Header]) -> None:
@@ -521,7 +533,8 @@ class Relay:
         if not self.is_started:
             await self._start(200, self._back)
         self.is_over = True
-        await self.send({"type": "http.response.body", "body": data + DONE, "more_body": False})
+        last = bytes(self._out) + data + DONE
+        await self.send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _end_in_error(self, failed: ArmFailedError) -> None:
         """The server's own refusal, or an error in its form; inside a stream, as an event."""
@@ -576,6 +589,7 @@ class Relay:
             return
         n = len(stream.first.token_ids)
         try:
+            await self._flush()
             await self._join(failed)
         except CannotJoinError as error:
             self._note(failed, n, Handover.BROKEN, to=None)
@@ -625,6 +639,7 @@ class Relay:
         stream.failure, stream.error = None, ""
         if held_back:
             await self._give(Piece((), held_back))
+            await self._flush()
         rest = Stream(started_ns=time.perf_counter_ns())
         n = 0
 
@@ -661,6 +676,7 @@ class Relay:
                 rest,
                 lambda _headers: None,
                 on_event,
+                self._flush,
             )
         self._note(failed, len(committed.ids), kind)
         await self._close_books()
