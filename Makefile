@@ -21,6 +21,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python tests/bench/engine.py
 	$(BIN)/python tests/bench/adaptive.py
+	$(BIN)/python tests/bench/gateway.py
 
 # Which broken verifiers the distribution tests find, with how many tokens.
 detection: $(STAMP)

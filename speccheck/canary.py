@@ -26,6 +26,7 @@ from speccheck import corpus, decision, fallback, graded, hooks, monitors, plan,
 from speccheck.config import CanaryConfig, Guardrails, Rollout, Route
 from speccheck.context import RunContext
 from speccheck.errors import SpeccheckError, UsageError
+from speccheck.gateway.exercise import Exercise, exercise
 from speccheck.guardrails import RULES, rule_limits
 from speccheck.health import Punctuality
 from speccheck.records import (
@@ -388,6 +389,29 @@ class Guard:
             return
         telling.fire(hooks.Event(rollout.name, moved, now_ns))
         telling.close()
+
+
+_EXERCISED = 2
+"""Prompts of each route that the hand-over is tried with."""
+
+
+def handover(run: RunContext, routes: Sequence[Route]) -> Exercise | None:
+    """What comes of answers whose speculative arm fails in the middle: once per run.
+
+    None for servers that are not ours to disturb.
+    """
+    if run.rollout.engine == "attached":
+        return None
+    before = run.store.get_stage(run.run_id, Stage.CANARY)
+    kept = {} if before is None else before.evidence["evidence"]
+    if "handover" in kept:
+        return Exercise(**kept["handover"])
+    prompts = [
+        prompt
+        for route in routes
+        for prompt in run.prompts(route, route.traffic("canary"))[:_EXERCISED]
+    ]
+    return exercise(run.arms(), prompts)
 
 
 def broken(fallen: Decision) -> Finding:

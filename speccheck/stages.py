@@ -384,6 +384,10 @@ def canary_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         shown = canary.evidence(run, route.name, guard, receipts, origin_ns)
         for name, rows in shown.items():
             judged.evidence[name] += rows
+    tried = canary.handover(run, routes)
+    if tried is not None:
+        judged.evidence["handover"] = tried.to_dict()
+        judged.notes.append(tried.note)
     return judged
 
 

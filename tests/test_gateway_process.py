@@ -17,19 +17,25 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import openai
 import pytest
 from gateway_pair import gateway
+from scripted_server import ScriptedServer, refusal
 from test_engine_server import Running as Engine
 from test_store import receipt
 
+from speccheck import fallback, launch
+from speccheck.config import FallbackConfig
+from speccheck.corpus import load_corpus
 from speccheck.errors import UsageError
 from speccheck.gateway import control
 from speccheck.gateway.board import Board
-from speccheck.gateway.outbox import Writer
+from speccheck.gateway.exercise import CUTS, exercise
+from speccheck.gateway.outbox import Moved, Writer
 from speccheck.gateway.relay import Events, payload_of
 from speccheck.records import Arm
 from speccheck.store import Run, Store
@@ -222,6 +228,24 @@ def test_a_repetition_penalty_goes_over_the_joint(cutting, engines):
         assert streamed(running.url, **asked)[:3] == truth[:3], events
 
 
+def test_the_exercise_cuts_answers_off_and_counts_what_came_of_them(engines):
+    """On the real pair all are joined and equal; a server without ids is said, and not tried."""
+    pair = launch.Arms(
+        launch._describe(Arm.TARGET_ONLY, engines[Arm.TARGET_ONLY].url, None, None),
+        launch._describe(Arm.SPECULATIVE, engines[Arm.SPECULATIVE].url, None, None),
+    )
+    prompts = load_corpus([CORPORA / f"{task}.jsonl" for task in PROMPTS]).prompts[::60]
+    done = exercise(pair, prompts)
+    assert done.answers >= 2
+    assert (done.joined, done.broken, done.equal) == (done.answers, 0, done.answers)
+    assert done.answers + done.ended == len(CUTS) * (len(prompts) - done.skipped)
+    assert f"of {done.answers} answers cut off on purpose" in done.note
+    with ScriptedServer(lambda _b, _n: refusal(404, "no")) as bare:
+        other = launch.Arms(replace(pair.target_only, url=bare.url), pair.speculative)
+        assert "was not exercised" in exercise(other, prompts).note
+        assert all("messages" not in seen.body for seen in bare.seen)
+
+
 # --- the command --------------------------------------------------------------------------------
 
 ROLLOUT = {
@@ -231,6 +255,7 @@ ROLLOUT = {
     "eligibility": "eligibility.yaml",
     "routes": [{"name": "chat", "tasks": ["*"]}],
     "gateway": {"port": 0, "workers": 2, "flush_s": 0.2},
+    "fallback": {"max_unreachable_s": 1.0, "cool_down_s": 86_000},
 }
 
 
@@ -378,6 +403,11 @@ def test_the_gateway_end_to_end(tmp_path):
         assert health["target_only"] == "ok"
         assert health["speculative"] == "down"
 
+        # The guard sees it too, and the next request knows.
+        eventually(lambda: "chat: enabled -> fell_back: " in (tmp_path / "err").read_text())
+        assert ask("target_only") == truth
+        eventually(lambda: 'route_state{route="chat",state="fell_back"} 1.0' in metrics(url))
+
         # Others can read the store while the gateway runs.
         listed = eventually(lambda: run(tmp_path, "receipts", "list", "--json").stdout)
         assert "gateway" in listed
@@ -388,6 +418,9 @@ def test_the_gateway_end_to_end(tmp_path):
     with Store.read(tmp_path / "out" / "receipts.duckdb") as store:
         receipts = store.receipts(store.runs()[0].run_id)
         assert store.verify() == []
+        (row,) = store.transitions("live")
+    assert (row.transition.rule, row.transition.after) == ("max_unreachable_s", "fell_back")
+    assert receipts[-1].decision_reason.startswith("fell_back: the speculative server has not")
     kinds = [r.handover_kind for r in receipts if r.handover_kind]
     assert kinds == ["exact", "restarted"]
     assert {r.policy_version for r in receipts} > {receipts[0].policy_version}
@@ -491,6 +524,46 @@ def test_receipts_wait_while_the_store_is_locked(tmp_path):
     assert said[1] == "receipts are written again"
     with Store.read(path) as store:
         assert len(store.receipts("run-1")) == 5
+
+
+def test_transitions_are_kept_and_those_of_others_are_found(tmp_path):
+    """A guard's own moves are rows; where an operator moved the route meanwhile, that stands."""
+    path = tmp_path / "receipts.duckdb"
+    told: list[tuple[list[Any], set[str]]] = []
+
+    def begin(store: Store) -> None:
+        store.begin_run(RUN, wall_ns=1, clock_ns=1)
+
+    writer = Writer(
+        path,
+        begin=begin,
+        limit=5,
+        every_s=999,
+        say=print,
+        rollout="live",
+        run_id="run-1",
+        found=lambda rows, overtaken: told.append((rows, overtaken)),
+    )
+    machine = fallback.Machine(fallback.sticky(FallbackConfig()), "chat")
+    off = machine.disable(5, "me")
+    assert off is not None
+    writer.put_transition(Moved(off, 5, "s"))
+    writer.flush()
+    assert [row.transition for row in told[-1][0]] == [off]
+    writer.flush()
+    assert len(told) == 1  # nothing new: the store is left alone
+    back = machine.reset(9, "you")
+    assert back is not None
+    with Store.open(path) as store:
+        store.append_transition("live", back, run_id="", wall_ns=9, settings="s")
+    writer.flush()
+    assert [row.transition for row in told[-1][0]] == [off, back]
+    late = replace(back, why="ours, decided before we knew")
+    writer.put_transition(Moved(late, 10, "s"))
+    writer.flush()
+    rows, overtaken = told[-1]
+    assert [row.transition for row in rows] == [off, back]
+    assert overtaken == {"chat"}
 
 
 def test_receipts_wait_while_the_disk_is_full(tmp_path):

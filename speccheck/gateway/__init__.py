@@ -8,5 +8,6 @@ relay    one request through to an arm and back, handed over where that arm fail
 app      the ASGI application: what is served here and what is passed on
 outbox   receipts on their way to the store, bounded, losses counted
 worker   one serving process
+exercise the hand-over tried on purpose, for the canary
 server   the parent: workers, route states, the only writer of the store
 """

@@ -13,19 +13,28 @@ import json
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from speccheck.errors import SpeccheckError
-from speccheck.records import Answer, Receipt
-from speccheck.store import Store
+from speccheck.records import Answer, Receipt, Transition
+from speccheck.store import RecordedTransition, Store
 
 MOST_WAITING_BYTES = 4 << 20
 """Of one worker, while the parent does not read."""
 _BATCH = 500
 
 Written = tuple[Receipt, Answer | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A transition with the wall clock, and the digest of the settings that it was decided by."""
+
+    transition: Transition
+    wall_ns: int
+    settings: str
 
 
 class Outbox(Protocol):
@@ -84,10 +93,28 @@ class Writer:
         limit: int,
         every_s: float,
         say: Callable[[str], None],
+        rollout: str = "",
+        run_id: str = "",
+        found: Callable[[list[RecordedTransition], set[str]], None] | None = None,
     ) -> None:
-        """`begin` registers the run in a store; `say` is told when writing fails, and works."""
+        """A writer that `start` sets going.
+
+        Args:
+            path: the store.
+            begin: registers the run in it.
+            limit: how many receipts may wait.
+            every_s: how often they are written.
+            say: told, from the thread, when writing fails and when it works again.
+            rollout: whose transitions are kept.
+            run_id: the run in which they are written.
+            found: told, from the thread, all transitions that the store holds when it was open, and
+                the routes that somebody else had moved when we tried to.
+        """
         self._path, self._begin, self._limit, self._every_s = path, begin, limit, every_s
-        self._say = say
+        self._say, self._rollout, self._run_id, self._found = say, rollout, run_id, found
+        self._moves: deque[Moved] = deque()
+        self._changed_ns = 0
+        """When the store's file was last changed, as far as we know of it."""
         self._waiting: deque[Written] = deque()
         self._lock = threading.Lock()
         self._ending = threading.Event()
@@ -115,6 +142,11 @@ class Writer:
             else:
                 self._waiting.append(item)
 
+    def put_transition(self, moved: Moved) -> None:
+        """Keep a transition; these are few, and none is lost."""
+        with self._lock:
+            self._moves.append(moved)
+
     def stop(self) -> None:
         """Write what waits, once more, and end; what the store does not take is lost."""
         self._ending.set()
@@ -131,8 +163,10 @@ class Writer:
     def flush(self) -> None:
         """Write what waits now."""
         with self._lock:
-            batch = list(self._waiting)
-        if not batch and self._has_begun:
+            batch, moves = list(self._waiting), list(self._moves)
+        # Another process may have reset a route.
+        is_same = self._has_begun and _changed_ns(self._path) == self._changed_ns
+        if is_same and not batch and not moves:
             return
         try:
             with Store.open(self._path) as store:
@@ -140,6 +174,11 @@ class Writer:
                 self._has_begun = True
                 for at in range(0, len(batch), _BATCH):
                     self._write(store, batch[at : at + _BATCH])
+                overtaken = self._move(store, moves)
+                rows = store.transitions(self._rollout)
+            self._changed_ns = _changed_ns(self._path)
+            if self._found is not None:
+                self._found(rows, overtaken)
         except SpeccheckError as error:
             if not self.problem:
                 self._say(f"receipts wait: {error}")
@@ -155,3 +194,29 @@ class Writer:
             for _ in batch:
                 self._waiting.popleft()
         self.written += len(batch)
+
+    def _move(self, store: Store, moves: Sequence[Moved]) -> set[str]:
+        """Write transitions; the routes that somebody else had moved since."""
+        overtaken: set[str] = set()
+        for moved in moves:
+            known = store.transitions(self._rollout, moved.transition.route)
+            if moved.transition.route in overtaken or len(known) != moved.transition.seq:
+                overtaken.add(moved.transition.route)
+            else:
+                store.append_transition(
+                    self._rollout,
+                    moved.transition,
+                    run_id=self._run_id,
+                    wall_ns=moved.wall_ns,
+                    settings=moved.settings,
+                )
+            with self._lock:
+                self._moves.popleft()
+        return overtaken
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0

@@ -385,6 +385,8 @@ class Relay:
     send: Send
     is_mirror: bool = False
     """A copy of a target-only request: its output goes nowhere, its failure concerns nobody."""
+    cut_after: int | None = None
+    """Events after which the speculative arm is cut off on purpose, to try the hand-over."""
     is_started: bool = False
     """Whether the client has the head of the answer."""
     is_over: bool = False
@@ -399,6 +401,7 @@ class Relay:
     _sent: str = ""
     """Text of the first choice that the client has from the first arm."""
     _lacks_ids: bool = False
+    _n_events: int = 0
     _in_flight: int = 1
     _attempt: int = 0
     _failure: ArmFailedError | None = None
@@ -508,6 +511,9 @@ class Relay:
                 )
             self._sent += text or ""
         await self._write(stripped(self.asked, raw, value))
+        self._n_events += 1
+        if self._arm is Arm.SPECULATIVE and self._n_events == self.cut_after:
+            raise ArmFailedError(Outcome.INCOMPLETE, "connection", "cut off on purpose")
 
     async def _write(self, data: bytes) -> None:
         if data:

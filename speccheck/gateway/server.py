@@ -27,13 +27,14 @@ import aiohttp
 
 from speccheck import __version__, context, eligibility, fallback, launch, telemetry
 from speccheck.client import api_url
-from speccheck.config import Rollout
+from speccheck.config import Guardrails, Rollout
 from speccheck.errors import EngineError, SpeccheckError, StoreError, UsageError
 from speccheck.gateway.board import MOST_WORKERS, Board
 from speccheck.gateway.choose import Standing
-from speccheck.gateway.outbox import Writer, Written, written_of
+from speccheck.gateway.outbox import Moved, Writer, Written, written_of
+from speccheck.hooks import Event, Hooks
 from speccheck.records import Arm, ArmDescription, Transition, digest
-from speccheck.store import Run, Store
+from speccheck.store import RecordedTransition, Run, Store
 
 FOLDER = "gateway"
 """Of the gateway's state, within --out: board, off/, metrics/, pid."""
@@ -76,7 +77,8 @@ class Parent:
     run_id: str
     listener: socket.socket
     writer: Writer
-    machines: Mapping[str, fallback.Machine]
+    machines: dict[str, fallback.Machine]
+    hooks: Hooks
     no_joint: str
     special: list[int]
     max_model_len: int | None
@@ -148,8 +150,26 @@ class Parent:
             return False
         self.last[transition.route] = transition
         self.publish()
+        wall_ns = time.time_ns() - (time.perf_counter_ns() - transition.at_ns)
+        settings = self.machines[transition.route].settings.digest
+        self.writer.put_transition(Moved(transition, wall_ns, settings))
+        self.hooks.fire(Event(self.rollout.name, transition, wall_ns))
         self.say(f"{transition.route}: {transition.before} -> {transition.after}: {transition.why}")
         return True
+
+    def adopt(self, rows: list[RecordedTransition], overtaken: set[str]) -> None:
+        """Be where the store says a route is, if somebody else moved it: an operator's reset."""
+        for name, machine in self.machines.items():
+            kept = [(row.transition, row.wall_ns) for row in rows if row.transition.route == name]
+            if not kept or (kept[-1][0].seq < machine.seq and name not in overtaken):
+                continue
+            now_wall_ns, now_ns = time.time_ns(), time.perf_counter_ns()
+            self.machines[name] = fallback.resume(
+                machine.settings, name, kept, now_wall_ns=now_wall_ns, now_ns=now_ns
+            )
+            self.last[name] = kept[-1][0]
+            self.say(f"{name}: {self.machines[name].state}, moved by somebody else")
+        self.publish()
 
     def reload(self) -> None:
         """Read the policy anew; a wrong one changes nothing."""
@@ -320,7 +340,7 @@ class Parent:
         now = time.perf_counter_ns
         try:
             return await telemetry.scrape(
-                session, arm.url, now_ns=now, names=telemetry.WATCHED, api_key=self.pair.api_key
+                session, arm.url, now_ns=now, names=telemetry.GUARDED, api_key=self.pair.api_key
             )
         except EngineError as error:
             return telemetry.failed_scrape(str(error), now())
@@ -367,7 +387,7 @@ def serve(
     pid = folder / "pid"
     try:
         with launch.arms(rollout, out / "logs", say=say) as pair:
-            no_joint = "hand_over: off" if config.hand_over == "off" else _why_no_joint(pair)
+            no_joint = "hand_over: off" if config.hand_over == "off" else why_no_joint(pair)
             if no_joint and config.hand_over != "off":
                 say(
                     f"no hand-over in mid-answer: {no_joint}"
@@ -391,46 +411,75 @@ def serve(
                     store.put_arm(run.run_id, arm)
                 begun.append(True)
 
+            def found(rows: list[RecordedTransition], overtaken: set[str]) -> None:
+                with suppress(RuntimeError):  # the loop has ended: the last flush
+                    loop.call_soon_threadsafe(parent.adopt, rows, overtaken)
+
             writer = Writer(
                 out / context.STORE_NAME,
                 begin=begin,
                 limit=config.receipts,
                 every_s=config.flush_s,
                 say=say,
+                rollout=rollout.name,
+                run_id=run.run_id,
+                found=found,
             )
-            writer.start()
-            try:
-                pid.write_text(str(os.getpid()), encoding="ascii")
-                asyncio.run(
-                    Parent(
-                        path,
-                        rollout,
-                        policy,
-                        pair,
-                        folder,
-                        run.run_id,
-                        listener,
-                        writer,
-                        {
-                            route.name: fallback.Machine(
-                                fallback.settings_of(rollout, rules, route.name), route.name
-                            )
-                            for route in rollout.routes
-                        },
-                        no_joint,
-                        _special_ids(pair),
-                        launch.longest_context(pair.target_only, pair.api_key),
-                        say,
-                        ready,
-                    ).run()
-                )
-            finally:
-                writer.stop()
-                if writer.lost:
-                    say(f"{writer.lost} receipts were lost; {writer.written} were written")
+            telling = Hooks(rollout.fallback.hooks, say=say)
+            parent = Parent(
+                path,
+                rollout,
+                policy,
+                pair,
+                folder,
+                run.run_id,
+                listener,
+                writer,
+                _machines(rollout, rules, out / context.STORE_NAME),
+                telling,
+                no_joint,
+                special_ids(pair),
+                launch.longest_context(pair.target_only, pair.api_key),
+                say,
+                ready,
+            )
+            with asyncio.Runner() as runner:
+                loop = runner.get_loop()
+                writer.start()
+                try:
+                    pid.write_text(str(os.getpid()), encoding="ascii")
+                    runner.run(parent.run())
+                finally:
+                    writer.stop()
+                    telling.close()
+                    if writer.lost:
+                        say(f"{writer.lost} receipts were lost; {writer.written} were written")
     finally:
         listener.close()
         pid.unlink(missing_ok=True)
+
+
+def _machines(rollout: Rollout, rules: Guardrails, store: Path) -> dict[str, fallback.Machine]:
+    """The guard of each route, standing where the store says that it stood.
+
+    Raises:
+        StoreError: the store cannot be read; a route that fell back must not begin enabled.
+    """
+    rows: list[RecordedTransition] = []
+    if store.exists():
+        with Store.read(store) as opened:
+            rows = opened.transitions(rollout.name)
+    now_wall_ns, now_ns = time.time_ns(), time.perf_counter_ns()
+    return {
+        route.name: fallback.resume(
+            fallback.settings_of(rollout, rules, route.name),
+            route.name,
+            [(row.transition, row.wall_ns) for row in rows if row.transition.route == route.name],
+            now_wall_ns=now_wall_ns,
+            now_ns=now_ns,
+        )
+        for route in rollout.routes
+    }
 
 
 def _folder(out: Path) -> Path:
@@ -502,7 +551,7 @@ def _run_of(rollout: Rollout, policy: eligibility.Eligibility | None) -> Run:
 # --- what the arms can do -----------------------------------------------------------------------
 
 
-def _why_no_joint(pair: launch.Arms) -> str:
+def why_no_joint(pair: launch.Arms) -> str:
     """Tries out what a hand-over needs of target-only; why it cannot be had, or nothing."""
     for arm in pair:
         parser = next(
@@ -547,7 +596,7 @@ def _ask(url: str, path: str, body: Mapping[str, Any], key: str | None) -> dict[
     return value if isinstance(value, dict) else {"why": f"{path} answers no JSON object"}
 
 
-def _special_ids(pair: launch.Arms) -> list[int]:
+def special_ids(pair: launch.Arms) -> list[int]:
     """Ids of the target's special tokens, where its tokenizer lies on this machine."""
     config = pair.target_only.config
     folder = config.get("vllm_config", {}).get("model_config", {}).get("model")

@@ -44,7 +44,7 @@ GAP_S = 0.004
 BUSY_STREAMS = 32
 _STAMP = re.compile(rb'"content":"(\d+)"')
 _TICKS = os.sysconf("SC_CLK_TCK")
-_ENV = {**os.environ, "NO_PROXY": "127.0.0.1"}
+_ENV = {**os.environ, "NO_PROXY": "127.0.0.1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 # --- the scripted server ------------------------------------------------------------------------
@@ -134,7 +134,7 @@ def process(command: list[str], **more: Any) -> Iterator[subprocess.Popen[str]]:
 
 def wait_for(url: str) -> None:
     """Until something answers."""
-    for _ in range(600):
+    for _ in range(3000):
         try:
             urllib.request.urlopen(url, timeout=5).close()
         except urllib.error.HTTPError:
@@ -324,8 +324,9 @@ def main() -> None:
             ways.append(stack.enter_context(nginx(folder, target)))
         else:
             print("nginx is not installed: no plain reverse proxy to compare with")
-        for share in (0.0, 1.0):
-            ways.append(stack.enter_context(gateway(folder, target, speculative, share)))
+        ways += [
+            stack.enter_context(gateway(folder, target, speculative, share)) for share in (0.0, 1.0)
+        ]
         if options.litellm:
             ways.append(stack.enter_context(litellm(folder, options.litellm, target)))
         ttft: dict[str, list[float]] = {way.name: [] for way in ways}
@@ -337,8 +338,8 @@ def main() -> None:
         for turn in range(rounds):
             for way in ways[turn % len(ways) :] + ways[: turn % len(ways)]:
                 one, several = asyncio.run(calm(way, calm_n))
-                ttft[way.name] += one
-                delay[way.name] += several
+                ttft[way.name].extend(one)
+                delay[way.name].extend(several)
                 before, parent = cpu_s(way.pids), cpu_s(way.beside)
                 asyncio.run(busy(way, busy_n))
                 used[way.name] += cpu_s(way.pids) - before
