@@ -29,7 +29,7 @@ from speccheck import __version__, context, eligibility, fallback, launch, telem
 from speccheck.client import api_url
 from speccheck.config import Guardrails, Rollout
 from speccheck.errors import EngineError, SpeccheckError, StoreError, UsageError
-from speccheck.gateway.board import MOST_WORKERS, Board
+from speccheck.gateway.board import Board
 from speccheck.gateway.choose import Standing
 from speccheck.gateway.outbox import Moved, Writer, Written, written_of
 from speccheck.hooks import Event, Hooks
@@ -377,11 +377,16 @@ def serve(
     given = {name: value for name, value in asdict(options).items() if value is not None}
     rollout = rollout.model_copy(update={"gateway": rollout.gateway.model_copy(update=given)})
     config = rollout.gateway
-    for what, env in (("admin_token_env", config.admin_token_env),):
-        if env and not os.environ.get(env):
-            raise UsageError(f"gateway.{what}: the environment variable {env} is not set")
-    if config.workers > MOST_WORKERS:
-        raise UsageError(f"gateway.workers: at most {MOST_WORKERS}")
+    token_env = config.admin_token_env
+    if token_env and not os.environ.get(token_env):
+        raise UsageError(
+            f"gateway.admin_token_env: the environment variable {token_env} is not set"
+        )
+    if rollout.engine == "vllm" and rollout.vllm.layout == "alternate":
+        raise UsageError(
+            f"{path}: vllm.layout is alternate, and the gateway sends to both servers at once; use "
+            "side_by_side with smaller memory fractions, or a GPU for each server"
+        )
     folder = _folder(out)
     listener = _listen(config.host, config.port)
     pid = folder / "pid"

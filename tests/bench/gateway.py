@@ -44,7 +44,12 @@ GAP_S = 0.004
 BUSY_STREAMS = 32
 _STAMP = re.compile(rb'"content":"(\d+)"')
 _TICKS = os.sysconf("SC_CLK_TCK")
-_ENV = {**os.environ, "NO_PROXY": "127.0.0.1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+_ENV = {
+    **os.environ,
+    "NO_PROXY": "127.0.0.1",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would fetch one
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",
+}
 
 
 # --- the scripted server ------------------------------------------------------------------------
