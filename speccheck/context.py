@@ -395,6 +395,7 @@ def _counted(
             found[arm] = replace(
                 telemetry.counted(telemetry.difference(first, last)),
                 longest_stall_s=telemetry.longest_stall_s(watched.get(arm, ())),
+                waiting=telemetry.waiting(watched.get(arm, ())),
             )
     return found
 

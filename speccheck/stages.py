@@ -743,7 +743,11 @@ def _counters(run: RunContext, stage: Stage) -> tuple[dict[str, Any], list[str]]
     drives = run.store.drives(run.run_id, stage)
     receipts = run.store.receipts(run.run_id, stage=stage)
     counters = tally.beside_receipts(drives, receipts)
-    notes = (tally.cut_off_note(drives, receipts), tally.histogram_note(counters))
+    notes = (
+        tally.cut_off_note(drives, receipts),
+        tally.histogram_note(counters),
+        tally.queue_note(drives),
+    )
     return counters, [note for note in notes if note]
 
 

@@ -1465,6 +1465,7 @@ def _counted(value: Mapping[str, Any]) -> Counted:
             **value,
             "accepted_per_position": None if positions is None else tuple(positions),
             "resets": tuple(value["resets"]),
+            "waiting": None if (queue := value.get("waiting")) is None else tuple(queue),
         }
     )
 

@@ -225,6 +225,33 @@ def _longest_stall_s(drive: DriveRecord, arm: Arm) -> float | None:
     return counted.longest_stall_s if isinstance(counted, Counted) else None
 
 
+QUEUE_GREW = 2.0
+"""More requests waiting in the last third of a drive than in the first, from which that is said."""
+
+
+def queue_note(drives: Sequence[DriveRecord]) -> str:
+    """Which servers' queues grew while they were driven, or empty: such a load has no steady state,
+    and each time measured under it depends on how long one waited to measure.
+    """
+    grew = []
+    for arm in Arm:
+        queues = [
+            counted.waiting
+            for drive in drives
+            if isinstance(counted := drive.counters.get(arm), Counted) and counted.waiting
+        ]
+        worst = max(queues, key=lambda q: q[1] - q[0], default=None)
+        if worst is not None and worst[1] - worst[0] >= QUEUE_GREW:
+            first, last, most = worst
+            grew.append(f"{arm} (from {first:.3g} to {last:.3g} waiting, {most:.0f} at most)")
+    if not grew:
+        return ""
+    return (
+        f"the queue grew on {' and '.join(grew)}: more came than was served, and times depend on"
+        " how long this went on"
+    )
+
+
 def with_counters(
     measured: Sequence[Measurement],
     drives: Sequence[DriveRecord],

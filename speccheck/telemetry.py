@@ -64,7 +64,7 @@ GUARDED = (
 )
 """What the live guard reads: the same, the means of two times, and what tells a restart."""
 
-STALLING = (RUNNING, GENERATION_TOKENS)
+STALLING = (RUNNING, GENERATION_TOKENS, WAITING)
 """What tells that requests run and no token comes."""
 
 _LONGEST_PAGE = 32 << 20
@@ -176,6 +176,9 @@ class Counted:
     """Engines that restarted: what they counted before is lost."""
     longest_stall_s: float | None = None
     """Longest time in which requests ran and no token came; None where nobody looked."""
+    waiting: tuple[float, float, float] | None = None
+    """Requests in the server's queue: mean over the first and the last third of the looks, and the
+    most; None where nobody looked."""
 
 
 # --- scraping -----------------------------------------------------------------------------------
@@ -391,6 +394,7 @@ def together(several: Sequence[Counted]) -> Counted:
         tpot_buckets=merged("tpot_buckets"),
         resets=tuple(engine for one in several for engine in one.resets),
         longest_stall_s=None if None in stalls else max(s for s in stalls if s is not None),
+        waiting=max((one.waiting for one in several if one.waiting), key=max, default=None),
     )
 
 
@@ -410,6 +414,15 @@ def stalled_for_s(snapshots: Sequence[Snapshot]) -> float | None:
 def longest_stall_s(snapshots: Sequence[Snapshot]) -> float | None:
     """The longest such time up to any snapshot, seconds; None where it can be told at none."""
     return max((s for s in _stalls(snapshots) if s is not None), default=None)
+
+
+def waiting(snapshots: Sequence[Snapshot]) -> tuple[float, float, float] | None:
+    """`Counted.waiting`; None where fewer than three looks found the series."""
+    seen = [value for one in snapshots if (value := one.total(WAITING)) is not None]
+    third = len(seen) // 3
+    if third == 0:
+        return None
+    return math.fsum(seen[:third]) / third, math.fsum(seen[-third:]) / third, max(seen)
 
 
 def _stalls(snapshots: Sequence[Snapshot]) -> Iterator[float | None]:

@@ -323,3 +323,25 @@ def test_servers_without_metrics_are_not_available(tmp_path):
         told = pair.run(Stage.SHADOW).to_dict()["stages"]["shadow"]["server_counters"]
     assert told["target_only"] == {"not_measured": "/metrics: HTTP 404; is /metrics turned on?"}
     assert told["speculative"] == {"not_measured": "/metrics holds none of vLLM's series"}
+
+
+# --- a queue that grows -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("queues", "said"),
+    [
+        ([(0.0, 14.2, 31.0)], "speculative (from 0 to 14.2 waiting, 31 at most)"),
+        ([(0.0, 0.5, 2.0), (1.0, 9.0, 12.0)], "speculative (from 1 to 9 waiting"),
+        ([(3.0, 3.5, 9.0)], ""),
+        ([(9.0, 0.0, 12.0)], ""),
+        ([None], ""),
+        ([], ""),
+    ],
+)
+def test_a_queue_that_grew_is_noted(queues, said):
+    """Of the server and the drive where it was worst; a steady or a shrinking one is not."""
+    pages = [replace(between({}, {"e0": counters(1, 4, 2)}), waiting=queue) for queue in queues]
+    note = tally.queue_note([drive(page, completed=40) for page in pages])
+    assert said in note
+    assert bool(note) == bool(said)

@@ -301,6 +301,15 @@ def test_the_longest_stall_stands_after_tokens_flow_again():
     assert longest_stall_s([]) is None
 
 
+def test_waiting_requests_at_the_beginning_and_at_the_end():
+    """Means over thirds, and the most; unknown where there are too few looks or no series."""
+    pages = [snapshot(e0={telemetry.WAITING: n}) for n in (0, 1, 0, 3, 9, 5, 8, 10, 12)]
+    first, last, most = telemetry.waiting(pages)
+    assert (round(first, 3), last, most) == (0.333, 10.0, 12.0)
+    assert telemetry.waiting(pages[:2]) is None
+    assert telemetry.waiting([snapshot(e0={})] * 9) is None
+
+
 # --- what a drive counted -----------------------------------------------------------------------
 
 
