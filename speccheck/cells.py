@@ -25,7 +25,7 @@ from typing import Literal
 
 from speccheck import speed, stats
 from speccheck.calibration import Calibration, interval_of_saved
-from speccheck.measure import ALPHA, is_error, pair_receipts
+from speccheck.measure import ALPHA, is_error, pair_receipts, positive
 from speccheck.records import SWEEP, Arm, Estimate, Outcome, Receipt
 
 CellVerdict = Literal["pays", "does not pay", "open"]
@@ -41,11 +41,11 @@ INDIFFERENT = 0.02
 """An e2e ratio that is surely above 1 minus this has nothing to gain."""
 
 RATIOS: dict[str, Callable[[Receipt], float | None]] = {
-    "e2e": lambda r: r.e2e_s,
-    "effective": lambda r: r.effective_s,
-    "ttft": lambda r: r.ttft_s,
-    "tpot": lambda r: r.tpot_s,
-    "queue_age": lambda r: r.queue_age_s,
+    "e2e": lambda r: positive(r.e2e_s),
+    "effective": lambda r: positive(r.effective_s),
+    "ttft": lambda r: positive(r.ttft_s),
+    "tpot": lambda r: positive(r.tpot_s),
+    "queue_age": lambda r: positive(r.queue_age_s),
 }
 """Latencies of a request, seconds."""
 

@@ -125,13 +125,19 @@ def with_prompt_bands(receipts: Sequence[Receipt]) -> list[Receipt]:
 
 # --- measurements for the rules -----------------------------------------------------------------
 
+
+def positive(seconds: float | None) -> float | None:
+    """A time that was measured: what took no time, or less, was not (a clock that was set back)."""
+    return seconds if seconds is not None and seconds > 0 else None
+
+
 LATENCIES: dict[str, Callable[[Receipt], float | None]] = {
-    "ttft": lambda r: r.ttft_s,
-    "tpot": lambda r: r.tpot_s,
-    "e2e": lambda r: r.e2e_s,
-    "queue_age": lambda r: r.queue_age_s,
+    "ttft": lambda r: positive(r.ttft_s),
+    "tpot": lambda r: positive(r.tpot_s),
+    "e2e": lambda r: positive(r.e2e_s),
+    "queue_age": lambda r: positive(r.queue_age_s),
 }
-"""How each latency is read from a receipt, in seconds."""
+"""How each latency is read from a receipt, in seconds, over 0."""
 
 
 def latency(receipt: Receipt, name: str, *, tpot_min_tokens: int = TPOT_MIN_TOKENS) -> float | None:
@@ -706,7 +712,7 @@ def measure_protected(receipts: Sequence[Receipt], *, stage: str, route: str) ->
     timed = [
         (r, seconds)
         for r in protected
-        if (r.phase, r.block) in whole and (seconds := r.effective_s)
+        if (r.phase, r.block) in whole and (seconds := positive(r.effective_s))
     ]
     number = {key: i for i, key in enumerate(sorted(whole))}
 

@@ -505,7 +505,7 @@ def _times(process: stats.MeanRatio | stats.QuantileRatio, name: str) -> Callabl
 
     def feed(receipt: Receipt) -> Said:
         value = measure.latency(receipt, name)
-        if not value or _fell_back(receipt):
+        if value is None or _fell_back(receipt):
             return "nothing"
         process.add(value, speculative=receipt.arm == Arm.SPECULATIVE)
         return "something"

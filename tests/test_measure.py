@@ -596,3 +596,19 @@ def test_more_accepted_than_drafted_is_no_acceptance(rng):
     assert (rate.estimate.value, rate.estimate.n) == (0.6, 30)
     assert "from 30 of 90 completed requests (33%)" in rate.note
     assert "more accepted tokens than drafted ones" in rate.note
+
+
+@pytest.mark.parametrize("broken", [{"sent_ns": 10**15}, {"sent_ns": None}])
+def test_one_broken_clock_takes_one_pair_out(rng, broken):
+    """A request that ended before it was sent was not timed; the other 149 are measured."""
+    receipts = pairs(rng, 150)
+    receipts[41] = replace(receipts[41], **broken)
+    found = measure.measure_route(receipts, stage="shadow", route="chat", rng=rng)
+    by_metric = {m.metric: m for m in found if not m.cohort}
+    for metric in ("e2e_mean_ratio", "e2e_p95_ratio", "ttft_p95_ratio"):
+        assert by_metric[metric].estimate.n == 149
+        assert by_metric[metric].estimate.is_known
+        assert "1 pairs without times" in by_metric[metric].note
+    equal = replace(receipts[7], sent_ns=receipts[7].first_token_ns)
+    assert measure.LATENCIES["ttft"](equal) is None
+    assert measure.LATENCIES["e2e"](equal) == equal.e2e_s

@@ -834,3 +834,13 @@ def test_failures_of_one_band_are_failed_there():
     feed(watched, receipts)
     failed = [m.cohort for m in watched.monitors if m.verdict is Verdict.FAIL]
     assert failed == ["prompt >=4096"]
+
+
+def test_a_request_that_took_no_time_says_nothing_of_times():
+    """A clock that ran backwards, or stood still, neither stops the guard nor is a fast request."""
+    watched = watch({"min_speedup": RuleLimit(1.05), "max_tpot_p95_regression": RuleLimit(0.1)})
+    for i in range(4):
+        seen = live(i, ("target_only", "speculative")[i % 2])
+        watched.add(replace(seen, sent_ns=10**15, first_token_ns=10**15, last_token_ns=i))
+        watched.add(replace(seen, sent_ns=5, first_token_ns=5, last_token_ns=5))
+    assert {m.n for m in watched.monitors if m.rule.is_timed} == {0}
