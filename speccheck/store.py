@@ -949,7 +949,7 @@ class Store:
 
         Args:
             rollout: name of the rollout; a route stays off in whatever run of it.
-            moved: what happened, next in order to the last one kept.
+            moved: what happened, next in order to the last one kept, on the clock of this process.
             run_id: the run in which it is written, empty for none.
             wall_ns: wall clock of `moved.at_ns`.
             settings: digest of the settings that it was decided by.
@@ -975,7 +975,7 @@ class Store:
                 seq,
                 run_id,
                 wall_ns,
-                moved.at_ns,
+                self.run_clock_ns(run_id, moved.at_ns),
                 str(moved.before),
                 str(moved.after),
                 moved.rule,

@@ -197,8 +197,7 @@ def fallback_reset(route: str, reason: str, out: Path, run_id: str | None) -> in
     """Let a live ROUTE that fell back or is off be tried again, on probation.
 
     Its fallbacks are forgotten and its evidence begins from nothing. The
-    reset is kept with its reason. A gateway that is running holds the store:
-    stop it first, it takes up the route where it stands.
+    reset is kept with its reason.
 
     \b
     Example:
