@@ -66,9 +66,10 @@ class Gate:
         said = self.board.read()
         if said is self._said:
             return
-        self._said = said
+        before, self._said = self._said, said
         policy = said["policy"]
-        self._policy = None if policy is None else Eligibility.model_validate(policy)
+        if policy != before.get("policy"):
+            self._policy = None if policy is None else Eligibility.model_validate(policy)
         self._routes = {name: Standing(**state) for name, state in said["routes"].items()}
 
     @property

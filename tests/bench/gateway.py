@@ -41,6 +41,7 @@ import numpy as np
 
 CHUNKS = 40
 GAP_S = 0.004
+PAUSE_S = 0.05  # what is left to do of one request must not delay the next
 BUSY_STREAMS = 32
 _STAMP = re.compile(rb'"content":"(\d+)"')
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -269,13 +270,14 @@ async def connect(way: Way) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 async def calm(way: Way, n: int) -> tuple[list[float], list[float]]:
-    """One stream after the other."""
+    """One stream after the other, with a pause."""
     connection = await connect(way)
     ttft, delays = [], []
     for _ in range(n):
         one, several = await stream(connection, way, GAP_S)
         ttft.append(one)
         delays += several
+        await asyncio.sleep(PAUSE_S)
     connection[1].close()
     return ttft, delays
 
