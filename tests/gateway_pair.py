@@ -144,6 +144,8 @@ def gateway(
     urls: Mapping[Arm, str] | None = None,
     api_key: str | None = None,
     no_joint: str = "",
+    extra: Mapping[str, Any] | None = None,
+    omit: frozenset[str] = frozenset(),
     **config: Any,
 ) -> Iterator[Running]:
     """A worker that serves until the block ends; `config` is its block of rollout.yaml."""
@@ -201,6 +203,8 @@ def gateway(
                 special=frozenset(),
                 max_model_len=4096,
                 secret=b"secret",
+                extra=extra or {},
+                omit=omit,
                 admin_token="admin-token" if settings.admin_token_env else None,
             )
 

@@ -51,6 +51,10 @@ class Gate:
     max_model_len: int | None
     secret: bytes
     """Of this gateway: prompts are named by a digest that nobody else can try guesses on."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """`attached.extra`: what every request carries beside what its client sent."""
+    omit: frozenset[str] = frozenset()
+    """`attached.omit`: fields that these servers refuse; the gateway adds none of them."""
     admin_token: str | None = None
     in_flight_all: int = 0
     mirrors: int = 0

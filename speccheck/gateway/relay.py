@@ -470,15 +470,16 @@ class Relay:
 
     def _body(self) -> dict[str, Any]:
         """What goes to the arm: the client's body, and what receipts and hand-over need."""
-        body = dict(self.asked.body)
-        if self.asked.is_stream:
+        omit = self.gate.omit
+        body = {**self.gate.extra, **self.asked.body}
+        if self.asked.is_stream and "stream_options" not in omit:
             options = body.get("stream_options")
             body["stream_options"] = {
                 **(options if isinstance(options, Mapping) else {}),
                 "include_usage": True,
             }
-            if not self.gate.no_joint:
-                body["return_token_ids"] = True
+        if self.asked.is_stream and not self.gate.no_joint and "return_token_ids" not in omit:
+            body["return_token_ids"] = True
         if self._arm is Arm.SPECULATIVE and self.decided.k is not None:
             body["k"] = self.decided.k
         return body

@@ -247,12 +247,15 @@ class Parent:
             self.publish()
 
     async def _start(self, number: int) -> Worker:
+        attached = self.rollout.attached if self.rollout.engine == "attached" else None
         ours, theirs = socket.socketpair()
         ours.settimeout(0)
         settings = {
             "config": self.rollout.gateway.model_dump(mode="json"),
             "arms": {str(arm.arm): asdict(arm) for arm in self.pair},
-            "api_key_env": _key_env(self.rollout),
+            "api_key_env": None if attached is None else attached.api_key_env,
+            "extra": {} if attached is None else attached.extra,
+            "omit": [] if attached is None else attached.omit,
             "folder": str(self.folder),
             "run_id": self.run_id,
             "worker": number,
@@ -344,10 +347,6 @@ class Parent:
             )
         except EngineError as error:
             return telemetry.failed_scrape(str(error), now())
-
-
-def _key_env(rollout: Rollout) -> str | None:
-    return None if rollout.attached is None else rollout.attached.api_key_env
 
 
 def serve(

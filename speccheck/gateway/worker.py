@@ -170,6 +170,8 @@ async def serve(settings: Mapping[str, Any], listener: socket.socket, end: socke
         special=frozenset(settings["special"]),
         max_model_len=settings["max_model_len"],
         secret=(Path(settings["folder"]) / "key").read_bytes(),
+        extra=settings["extra"],
+        omit=frozenset(settings["omit"]),
         admin_token=(os.environ.get(token_env) or None) if token_env else None,
     )
     gate.board.set_count(gate.worker, 0)
