@@ -96,8 +96,8 @@ GUARDRAILS = {
         "max_error_rate": "5%",
         "max_quality_regression_cases": 0,
     },
-    # 18 prompts give about 900 tokens to compare.
-    "minimum_requests": {"max_lossless_violations": 500},
+    # 18 prompts, half of the answers kept off by policy, about 900 tokens to compare.
+    "minimum_requests": {"max_lossless_violations": 500, "max_quality_regression_cases": 12},
 }
 OF_NGRAM = GUARDRAILS | {
     "speculative_decoding_guardrails": {"max_error_rate": "5%", "max_quality_regression_cases": 0}
