@@ -355,7 +355,10 @@ def _detail(log: str, at: int) -> str:
 
 
 def _short(line: str) -> str:
-    text = re.sub(r"^\([^)]*\) |^(?:INFO|ERROR|WARNING) [\d:\- ]+\[[^\]]*\] ", "", line.strip())
+    """A line of the log without colours, control characters, process and time."""
+    line = re.sub(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x1f\x7f]", "", line).strip()
+    text = re.sub(r"^\([^)]*\) ", "", line)
+    text = re.sub(r"^(?:INFO|ERROR|WARNING) [\d:\- ]+\[[^\]]*\] ", "", text).strip()
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 

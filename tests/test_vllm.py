@@ -196,6 +196,21 @@ def test_nothing_is_read_into_an_innocent_log():
     assert vllm.explain("INFO starting\nINFO ready\n") == ""
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("(EngineCore pid=12) INFO 11-30 00:35:48 [model.py:2152] Using max len", "Using max len"),
+        ("INFO 11-30 00:36:52 [omp.py:185] \x1b[31mbound\x1b[0m\r", "bound"),
+        ("plain", "plain"),
+    ],
+)
+def test_progress_is_what_the_log_says_without_its_decoration(tmp_path, line, said):
+    """Nothing of it may move the cursor of whoever waits."""
+    log = tmp_path / "x.log"
+    log.write_text(f"argv\n{line}\n")
+    assert vllm._last_line(log) == said
+
+
 def test_what_each_process_makes_up_is_no_configuration():
     """Instance ids, shared-memory names and addresses of functions; the rest stays."""
     info = {
