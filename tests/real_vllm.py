@@ -372,6 +372,7 @@ def sound(urls: Mapping[str, str], folder: Path) -> tuple[Job, Job]:
         folder,
         "ngram",
         {"engine": "attached", "attached": attached, "speculation": NGRAM},
+        OF_NGRAM,
     )
     told = two.judge("run", "--keep-going")
     hold(list(told["stages"]) == ["fixture", "replay", "shadow", "canary"], "all four stages ran")
