@@ -160,7 +160,8 @@ def streamed(url: str, **body: Any) -> tuple[str, list[int], list[str], dict[str
     """Text, ids, finish reasons and usage of a streamed chat."""
     wanted = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
     data = json.dumps({"temperature": 0, "max_tokens": MAX_TOKENS, **wanted, **body}).encode()
-    request = urllib.request.Request(f"{url}/v1/chat/completions", data)
+    kind = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/chat/completions", data, kind)
     with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
         raw = reply.read()
     events = [json.loads(p) for e in Events().feed(raw) if (p := payload_of(e)) != b"[DONE]"]
