@@ -398,7 +398,7 @@ _EXERCISED = 2
 def handover(run: RunContext, routes: Sequence[Route]) -> Exercise | None:
     """What comes of answers whose speculative arm fails in the middle: once per run.
 
-    None for servers that are not ours to disturb.
+    None for servers that are not ours to disturb, and where this process has sent nothing.
     """
     if run.rollout.engine == "attached":
         return None
@@ -406,6 +406,8 @@ def handover(run: RunContext, routes: Sequence[Route]) -> Exercise | None:
     kept = {} if before is None else before.evidence["evidence"]
     if "handover" in kept:
         return Exercise(**kept["handover"])
+    if not run.has_arms:
+        return None
     prompts = [
         prompt
         for route in routes

@@ -144,6 +144,11 @@ class RunContext:
                 f"them is {differ}"
             )
 
+    @property
+    def has_arms(self) -> bool:
+        """Whether this process has started the pair, or found it running."""
+        return self._arms is not None
+
     def endpoints(self) -> dict[Arm, Endpoint]:
         """Where the load loop reaches each arm."""
         pair = self.arms()
