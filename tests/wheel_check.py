@@ -21,6 +21,7 @@ corpus: {limit_per_task: 4}
 replay: {control_concurrency: 4, probe: {prompts: 2, samples: 3, max_tokens: 8}}
 shadow: {requests_per_route: 8, blocks: 4, rate_per_s: 8}
 canary: {shares: [0.5], requests_per_step: 16, min_speculative: 4, watch_requests: 0}
+client_limits: {lag_floor_s: 1000, loop_stall_s: 1000, loop_stall_share: 1, loop_cpu_share: null}
 routes:
   - name: support
     tasks: [support]
