@@ -218,6 +218,79 @@ class Sample:
     snapshot: Snapshot
 
 
+BEGAN = "speccheck:guard_began"
+"""Series of a mark: a route's machine was made anew from its rows. Labels: route, seq, wall_ns."""
+
+LATE = "speccheck:taken_in_late"
+"""Series of a mark: a receipt was taken in then and not at its `done_ns`. Label: receipt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A machine made anew: at `at_ns` on the clock of receipts, from its first `seq` rows."""
+
+    at_ns: int
+    wall_ns: int
+    seq: int
+
+
+def began_mark(route: str, began: Began) -> Snapshot:
+    """As it is kept among the scrapes."""
+    labels = {"route": route, "seq": str(began.seq), "wall_ns": str(began.wall_ns)}
+    return Snapshot(began.at_ns, {(BEGAN, tuple(sorted(labels.items()))): 1.0})
+
+
+def late_mark(receipt_id: str, at_ns: int) -> Snapshot:
+    """As it is kept among the scrapes."""
+    return Snapshot(at_ns, {(LATE, (("receipt", receipt_id),)): 1.0})
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a guard kept beside receipts, so that it can be replayed exactly."""
+
+    samples: tuple[Sample, ...]
+    began: Mapping[str, tuple[Began, ...]]
+    """By route, in order; none where nobody noted it."""
+    late: Mapping[str, int]
+    """Receipt id -> when it was taken in, where that was later than what the receipts say."""
+
+
+def kept_of(snapshots: Mapping[Arm, Iterable[Snapshot]]) -> Kept:
+    """Scrapes and marks apart."""
+    samples: list[Sample] = []
+    began: dict[str, list[Began]] = {}
+    late: dict[str, int] = {}
+    for arm, taken in snapshots.items():
+        for one in taken:
+            series = dict(one.samples)
+            for name, labels in one.samples:
+                said = dict(labels)
+                if name == BEGAN:
+                    mark = Began(one.taken_ns, int(said["wall_ns"]), int(said["seq"]))
+                    began.setdefault(said["route"], []).append(mark)
+                elif name == LATE:
+                    late[said["receipt"]] = one.taken_ns
+                else:
+                    continue
+                del series[name, labels]
+            if series or not one.samples:
+                samples.append(Sample(arm, replace(one, samples=series)))
+    return Kept(tuple(samples), {name: tuple(marks) for name, marks in began.items()}, late)
+
+
+def is_quiet(before: Snapshot | None, after: Snapshot, most_queued: int | None) -> bool:
+    """Whether a scrape says no more than the one before it did: nothing that a guard waits for.
+
+    Of a row of these the first and the last are all that decisions rest on.
+    """
+    if before is None or before.failure is not None or after.failure is not None:
+        return False
+    waiting = after.total(telemetry.WAITING)
+    is_short = waiting is None or most_queued is None or waiting <= most_queued // 2
+    return is_short and not telemetry.stalled_for_s([before, after])
+
+
 # --- evidence -----------------------------------------------------------------------------------
 
 
@@ -1012,7 +1085,8 @@ def replay(
     samples: Iterable[Sample] = (),
     operated: Iterable[Transition] = (),
     *,
-    until_ns: int = 0,
+    late: Mapping[str, int] | None = None,
+    until_ns: int | None = 0,
 ) -> list[Transition]:
     """The transitions that a machine makes of what was kept; the machine is moved on.
 
@@ -1021,12 +1095,14 @@ def replay(
         receipts: in the order in which they were handed in.
         samples: with the time at which they were handed in, as `taken_ns`.
         operated: transitions that an operator made meanwhile.
-        until_ns: how far time went, where that is beyond the last of all these.
+        late: when a receipt was handed in, where that was later than it and those before it ended.
+        until_ns: how far time went, where that is beyond the last of all these; None: no further.
     """
     events: list[tuple[int, int, Receipt | Sample | Transition]] = []
-    latest = 0
+    latest, late = 0, late or {}
     for receipt in receipts:
-        latest = max(latest, receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns)
+        ended_ns = receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns
+        latest = max(latest, late.get(receipt.receipt_id, ended_ns))
         events.append((latest, 0, receipt))
     events += [(sample.snapshot.taken_ns, 1, sample) for sample in samples]
     events += [(moved.at_ns, 2, moved) for moved in operated]
@@ -1044,10 +1120,70 @@ def replay(
         while moved is not None:
             made.append(moved)
             moved = machine.tick(0)
+    if until_ns is None:
+        return made
     end = max(until_ns, events[-1][0] if events else 0) + GRACE_NS + 1
     while (moved := machine.tick(end)) is not None:
         made.append(moved)
     return made
+
+
+def replay_all(
+    settings: Settings,
+    route: str,
+    rows: Sequence[tuple[Transition, int]],
+    receipts: Sequence[Receipt],
+    kept: Kept,
+    *,
+    until_ns: int,
+) -> tuple[Machine, list[Transition], bool]:
+    """Replay a guard that noted when its machine was made anew: at each start, at each reset.
+
+    Args:
+        settings: as for `Machine`.
+        route: its name.
+        rows: all recorded transitions of the route, with their wall clock.
+        receipts: of the run, in the order in which they came in.
+        kept: what was noted; of this route at least one `Began`.
+        until_ns: how far time went.
+
+    Returns:
+        The machine at the end, all transitions that were made, and whether those that were recorded
+        between two beginnings are the first ones made there.
+    """
+    made: list[Transition] = []
+    begun = sorted(kept.began[route], key=lambda mark: mark.at_ns)
+    ends: list[Began | None] = [*begun[1:], None]
+    agrees = True
+    timed: list[tuple[int, Receipt]] = []
+    latest = 0
+    for receipt in receipts:
+        ended_ns = receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns
+        latest = max(latest, kept.late.get(receipt.receipt_id, ended_ns))
+        timed.append((latest, receipt))
+    for mark, end in zip(begun, ends, strict=True):
+        low, high = mark.at_ns, None if end is None else end.at_ns
+
+        def is_within(at: int, low: int = low, high: int | None = high) -> bool:
+            return low <= at and (high is None or at < high)
+
+        before = [row for row in rows if row[0].seq < mark.seq]
+        machine = resume(settings, route, before, now_wall_ns=mark.wall_ns, now_ns=mark.at_ns)
+        here = replay(
+            machine,
+            [receipt for at, receipt in timed if is_within(at)],
+            [sample for sample in kept.samples if is_within(sample.snapshot.taken_ns)],
+            late=kept.late,
+            until_ns=until_ns if end is None else None,
+        )
+        recorded = [
+            row
+            for row, _ in rows
+            if row.seq >= mark.seq and (end is None or row.seq < end.seq) and not row.who
+        ]
+        agrees = agrees and here[: len(recorded)] == recorded
+        made += here
+    return machine, made, agrees
 
 
 _EXIT = {

@@ -149,39 +149,48 @@ def _replayed(
     from speccheck.watch import LIVE
 
     settings = module.settings_of(rollout, rules, route)
-    kept = store.transitions(run.config["rollout"]["name"], route)
-    mine = [row for row in kept if row.run_id == run.run_id]
-    earlier = kept[: kept.index(mine[0])] if mine else []
-    anchor = store.anchors(run.run_id)[0]
-    machine = module.resume(
-        settings,
-        route,
-        [(row.transition, row.wall_ns) for row in earlier],
-        now_wall_ns=anchor.wall_ns,
-        now_ns=anchor.clock_ns,
-    )
+    rows = store.transitions(run.config["rollout"]["name"], route)
+    mine = [row for row in rows if row.run_id == run.run_id]
     if file is None:
         receipts, _ = store.arrived_after(run.run_id, -1, LIVE)
     else:
         receipts = read_receipts(file)
-    samples = [
-        module.Sample(arm, snapshot) for arm in Arm for snapshot in store.snapshots(run.run_id, arm)
-    ]
+    kept = module.kept_of({arm: store.snapshots(run.run_id, arm) for arm in Arm})
     recorded = [row.transition for row in mine]
-    made = module.replay(
-        machine,
-        receipts,
-        samples,
-        [moved for moved in recorded if moved.who],
-        until_ns=recorded[-1].at_ns if recorded else 0,
-    )
-    # Time may have gone on after the last row was written, and nobody has told us how far.
-    same = to_json(made[: len(recorded)]) == to_json(recorded)
+    until_ns = recorded[-1].at_ns if recorded else 0
+    if route in kept.began:
+        machine, made, same = module.replay_all(
+            settings,
+            route,
+            [(row.transition, row.wall_ns) for row in rows],
+            receipts,
+            kept,
+            until_ns=until_ns,
+        )
+    else:
+        earlier = rows[: rows.index(mine[0])] if mine else []
+        anchor = store.anchors(run.run_id)[0]
+        machine = module.resume(
+            settings,
+            route,
+            [(row.transition, row.wall_ns) for row in earlier],
+            now_wall_ns=anchor.wall_ns,
+            now_ns=anchor.clock_ns,
+        )
+        made = module.replay(
+            machine,
+            receipts,
+            kept.samples,
+            [moved for moved in recorded if moved.who],
+            until_ns=until_ns,
+        )
+        # Time may have gone on after the last row was written: nobody has told us how far.
+        same = to_json(made[: len(recorded)]) == to_json(recorded)
     others = {row.settings for row in mine} - {settings.digest}
     return {
         "state": machine.state,
         "receipts": len(receipts),
-        "samples": len(samples),
+        "samples": len(kept.samples),
         "transitions": made,
         "agrees": same if recorded else None,
         "note": "; it was decided by other settings then" if others else "",

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from speccheck.errors import SpeccheckError
-from speccheck.records import Answer, Receipt, Transition
+from speccheck.records import Answer, Arm, Receipt, Transition
 from speccheck.store import RecordedTransition, Store
+from speccheck.telemetry import Snapshot
 
 MOST_WAITING_BYTES = 4 << 20
 """Of one worker, while the parent does not read."""
@@ -113,6 +114,7 @@ class Writer:
         self._path, self._begin, self._limit, self._every_s = path, begin, limit, every_s
         self._say, self._rollout, self._run_id, self._found = say, rollout, run_id, found
         self._moves: deque[Moved] = deque()
+        self._samples: deque[tuple[Arm, Snapshot]] = deque()
         self._changed_ns = 0
         """When the store's file was last changed, as far as we know of it."""
         self._waiting: deque[Written] = deque()
@@ -121,6 +123,7 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="receipts")
         self._has_begun = False
         self.lost = 0
+        self.samples_lost = 0
         self.written = 0
         self.problem = ""
         """Why the store takes nothing just now; empty: it does."""
@@ -147,6 +150,14 @@ class Writer:
         with self._lock:
             self._moves.append(moved)
 
+    def put_sample(self, arm: Arm, snapshot: Snapshot) -> None:
+        """Keep a scrape, or a mark of the guard, or lose it where too many wait."""
+        with self._lock:
+            if len(self._samples) >= self._limit:
+                self.samples_lost += 1
+            else:
+                self._samples.append((arm, snapshot))
+
     def stop(self) -> None:
         """Write what waits, once more, and end; what the store does not take is lost."""
         self._ending.set()
@@ -164,9 +175,10 @@ class Writer:
         """Write what waits now."""
         with self._lock:
             batch, moves = list(self._waiting), list(self._moves)
+            samples = list(self._samples)
         # Another process may have reset a route.
         is_same = self._has_begun and _changed_ns(self._path) == self._changed_ns
-        if is_same and not batch and not moves:
+        if is_same and not batch and not moves and not samples:
             return
         try:
             with Store.open(self._path) as store:
@@ -174,6 +186,7 @@ class Writer:
                 self._has_begun = True
                 for at in range(0, len(batch), _BATCH):
                     self._write(store, batch[at : at + _BATCH])
+                self._sample(store, samples)
                 overtaken = self._move(store, moves)
                 rows = store.transitions(self._rollout)
             self._changed_ns = _changed_ns(self._path)
@@ -194,6 +207,13 @@ class Writer:
             for _ in batch:
                 self._waiting.popleft()
         self.written += len(batch)
+
+    def _sample(self, store: Store, samples: Sequence[tuple[Arm, Snapshot]]) -> None:
+        for arm in Arm:
+            store.append_samples(self._run_id, arm, [one for of, one in samples if of is arm])
+        with self._lock:
+            for _ in samples:
+                self._samples.popleft()
 
     def _move(self, store: Store, moves: Sequence[Moved]) -> set[str]:
         """Write transitions; the routes that somebody else had moved since."""

@@ -17,9 +17,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,14 @@ class Parent:
     """The last transition of each route that had one."""
     restarts: int = 0
     queued: int | None = None
+    _latest_ns: int = 0
+    """When the last of the receipts so far ended."""
+    _ticked_ns: int = 0
+    """How far the guards have judged; what comes in later belongs there."""
+    _scraped: dict[Arm, fallback.Sample] = field(default_factory=dict)
+    _was_quiet: bool = False
+    _unkept: list[fallback.Sample] = field(default_factory=list)
+    """The last of a row of scrapes that say nothing new."""
     _board: Board | None = None
     _told: str = ""
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -137,7 +145,13 @@ class Parent:
         """A receipt came in: for the store, and for the guards of all routes that it concerns."""
         receipt, _ = item
         self.writer.put(item)
-        at = receipt.done_ns or time.perf_counter_ns()
+        ended_ns = receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns
+        self._latest_ns = max(self._latest_ns, ended_ns)
+        at = max(self._latest_ns, self._ticked_ns)
+        if at > self._latest_ns:
+            self._latest_ns = at
+            mark = fallback.late_mark(receipt.receipt_id, at)
+            self.writer.put_sample(Arm.SPECULATIVE, mark)
         for name, machine in self.machines.items():
             if receipt.priority == "protected" or receipt.route == name:
                 share = self.rollout.gateway.share_of(name) * machine.share
@@ -168,8 +182,16 @@ class Parent:
                 machine.settings, name, kept, now_wall_ns=now_wall_ns, now_ns=now_ns
             )
             self.last[name] = kept[-1][0]
+            self._was_quiet = False
+            self.begin(name, now_wall_ns, now_ns)
             self.say(f"{name}: {self.machines[name].state}, moved by somebody else")
         self.publish()
+
+    def begin(self, name: str, wall_ns: int, clock_ns: int) -> None:
+        """Note that a route's machine was made anew, so that it can be replayed."""
+        began = fallback.Began(clock_ns, wall_ns, self.machines[name].seq)
+        self._ticked_ns = max(self._ticked_ns, clock_ns)
+        self.writer.put_sample(Arm.SPECULATIVE, fallback.began_mark(name, began))
 
     def reload(self) -> None:
         """Read the policy anew; a wrong one changes nothing."""
@@ -320,22 +342,42 @@ class Parent:
         """Once a second: the servers' queues, time for the machines, and what the board says."""
         async with aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar()) as session:
             while True:
-                for arm, snapshot in zip(
-                    self.pair,
-                    await asyncio.gather(*(self._scrape(session, arm) for arm in self.pair)),
-                    strict=True,
-                ):
-                    sample = fallback.Sample(arm.arm, snapshot)
-                    if arm.arm is Arm.SPECULATIVE:
-                        waiting = snapshot.total(telemetry.WAITING)
-                        self.queued = None if waiting is None else int(waiting)
-                    for machine in self.machines.values():
-                        self._moved(machine.telemetry(sample, snapshot.taken_ns))
+                self.take_scrapes(
+                    await asyncio.gather(*(self._scrape(session, arm) for arm in self.pair))
+                )
+                now_ns = time.perf_counter_ns()
+                self._ticked_ns = now_ns - fallback.GRACE_NS
                 for machine in self.machines.values():
-                    while self._moved(machine.tick(time.perf_counter_ns())):
+                    while self._moved(machine.tick(now_ns)):
                         pass
                 self.publish()
                 await asyncio.sleep(_LOOK_S)
+
+    def take_scrapes(self, snapshots: Sequence[telemetry.Snapshot]) -> None:
+        """A look at both servers: for the guards, and for the store where it says anything new."""
+        first_ns = max(self._latest_ns, self._ticked_ns)
+        samples = [
+            fallback.Sample(arm.arm, replace(one, taken_ns=max(one.taken_ns, first_ns)))
+            for arm, one in zip(self.pair, snapshots, strict=True)
+        ]
+        most = self.rollout.fallback.max_queued
+        is_quiet = True
+        for sample in samples:
+            if sample.arm is Arm.SPECULATIVE:
+                waiting = sample.snapshot.total(telemetry.WAITING)
+                self.queued = None if waiting is None else int(waiting)
+            for machine in self.machines.values():
+                self._moved(machine.telemetry(sample, sample.snapshot.taken_ns))
+            before = self._scraped.get(sample.arm)
+            self._scraped[sample.arm] = sample
+            snapshot = None if before is None else before.snapshot
+            is_quiet = fallback.is_quiet(snapshot, sample.snapshot, most) and is_quiet
+        if is_quiet and self._was_quiet:
+            self._unkept = samples
+            return
+        for sample in (*self._unkept, *samples):
+            self.writer.put_sample(sample.arm, sample.snapshot)
+        self._was_quiet, self._unkept = is_quiet, []
 
     async def _scrape(
         self, session: aiohttp.ClientSession, arm: ArmDescription
@@ -343,10 +385,13 @@ class Parent:
         now = time.perf_counter_ns
         try:
             return await telemetry.scrape(
-                session, arm.url, now_ns=now, names=telemetry.GUARDED, api_key=self.pair.api_key
+                session, arm.url, now_ns=now, names=telemetry.STALLING, api_key=self.pair.api_key
             )
         except EngineError as error:
-            return telemetry.failed_scrape(str(error), now())
+            # Without the address: the reason of a fallback goes to clients, and a URL may hold a
+            # password.
+            why = str(error).replace(api_url(arm.url, "/metrics"), "/metrics")
+            return telemetry.failed_scrape(why, now())
 
 
 def serve(
@@ -397,7 +442,7 @@ def serve(
                     f"no hand-over in mid-answer: {no_joint}"
                     + ("; streams stay on target-only" if config.hand_over == "refuse" else "")
                 )
-            run = _run_of(rollout, policy)
+            run = _run_of(rollout, rules, policy)
 
             begun: list[bool] = []
 
@@ -429,6 +474,7 @@ def serve(
                 run_id=run.run_id,
                 found=found,
             )
+            now_wall_ns, now_ns = time.time_ns(), time.perf_counter_ns()
             telling = Hooks(rollout.fallback.hooks, say=say)
             parent = Parent(
                 path,
@@ -439,7 +485,7 @@ def serve(
                 run.run_id,
                 listener,
                 writer,
-                _machines(rollout, rules, out / context.STORE_NAME),
+                _machines(rollout, rules, out / context.STORE_NAME, now_wall_ns, now_ns),
                 telling,
                 no_joint,
                 special_ids(pair),
@@ -447,6 +493,8 @@ def serve(
                 say,
                 ready,
             )
+            for name in parent.machines:
+                parent.begin(name, now_wall_ns, now_ns)
             with asyncio.Runner() as runner:
                 loop = runner.get_loop()
                 writer.start()
@@ -463,7 +511,9 @@ def serve(
         pid.unlink(missing_ok=True)
 
 
-def _machines(rollout: Rollout, rules: Guardrails, store: Path) -> dict[str, fallback.Machine]:
+def _machines(
+    rollout: Rollout, rules: Guardrails, store: Path, now_wall_ns: int, now_ns: int
+) -> dict[str, fallback.Machine]:
     """The guard of each route, standing where the store says that it stood.
 
     Raises:
@@ -473,7 +523,6 @@ def _machines(rollout: Rollout, rules: Guardrails, store: Path) -> dict[str, fal
     if store.exists():
         with Store.read(store) as opened:
             rows = opened.transitions(rollout.name)
-    now_wall_ns, now_ns = time.time_ns(), time.perf_counter_ns()
     return {
         route.name: fallback.resume(
             fallback.settings_of(rollout, rules, route.name),
@@ -532,11 +581,12 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _run_of(rollout: Rollout, policy: eligibility.Eligibility | None) -> Run:
-    """The run that live traffic belongs to: the same rollout, policy and version, the same run."""
+def _run_of(rollout: Rollout, rules: Guardrails, policy: eligibility.Eligibility | None) -> Run:
+    """The run of live traffic: the same rollout, rules, policy and version, the same run."""
     config = {
         "gateway": True,
         "rollout": rollout.model_dump(mode="json", exclude={"gateway"}),
+        "guardrails": rules.model_dump(mode="json", exclude_none=True),
         "eligibility": None
         if policy is None
         else policy.model_dump(mode="json", exclude_none=True),
