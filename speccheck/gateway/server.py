@@ -586,7 +586,7 @@ def _run_of(rollout: Rollout, rules: Guardrails, policy: eligibility.Eligibility
     config = {
         "gateway": True,
         "rollout": rollout.model_dump(mode="json", exclude={"gateway"}),
-        "guardrails": rules.model_dump(mode="json", exclude_none=True),
+        "guardrails": rules.model_dump(mode="json"),
         "eligibility": None
         if policy is None
         else policy.model_dump(mode="json", exclude_none=True),
