@@ -84,7 +84,9 @@ RESET = "reset"
 DISABLED = "disabled"
 """What moves a route beside rules: time, a probation that went well, an operator."""
 
-_ENGINE_CLASSES = frozenset({"server_error", "stream_error", "bad_stream", "connection"})
+_ENGINE_CLASSES = frozenset(
+    {"server_error", "stream_error", "bad_stream", "connection", "no_finish_reason", "no_done"}
+)
 _LOST = _ENGINE_CLASSES | {"timeout", "stall"}
 """Why the speculative arm lost an answer that target-only ended: what its hand-over says first."""
 
@@ -218,6 +220,9 @@ class Sample:
     snapshot: Snapshot
 
 
+SCRAPED = "speccheck:scraped"
+"""Series of every kept scrape that was answered: a page without any series we know is one too."""
+
 BEGAN = "speccheck:guard_began"
 """Series of a mark: a route's machine was made anew from its rows. Labels: route, seq, wall_ns."""
 
@@ -232,6 +237,14 @@ class Began:
     at_ns: int
     wall_ns: int
     seq: int
+
+
+def kept_sample(sample: Sample) -> Snapshot:
+    """As it is kept."""
+    snapshot = sample.snapshot
+    if snapshot.failure is not None:
+        return snapshot
+    return replace(snapshot, samples={**snapshot.samples, (SCRAPED, ()): 1.0})
 
 
 def began_mark(route: str, began: Began) -> Snapshot:
@@ -274,7 +287,7 @@ def kept_of(snapshots: Mapping[Arm, Iterable[Snapshot]]) -> Kept:
                 else:
                     continue
                 del series[name, labels]
-            if series or not one.samples:
+            if series:
                 samples.append(Sample(arm, replace(one, samples=series)))
     return Kept(tuple(samples), {name: tuple(marks) for name, marks in began.items()}, late)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry
-from scripted_server import Script, ScriptedServer, answer, text_of
+from scripted_server import MODELS, Script, ScriptedServer, target_says
 
 from speccheck.config import GatewayConfig
 from speccheck.gateway.app import App
@@ -24,7 +24,6 @@ from speccheck.gateway.meters import Meters
 from speccheck.gateway.worker import Protocol
 from speccheck.records import Answer, Arm, ArmDescription, Receipt
 
-MODELS = {"/v1/models": {"object": "list", "data": [{"id": "target"}]}, "/health": {}}
 WAIT_S = 30.0
 
 
@@ -82,55 +81,6 @@ class Running:
         """Move a route."""
         routes = self.said["routes"] | {route: asdict(Standing(**standing))}
         self.publish(routes=routes)
-
-
-def target_says(steps: list[list[int]] | None = None) -> Callable[[dict[str, Any], int], Script]:
-    """A target-only server that continues any ids with those of a fixed answer.
-
-    It answers chats, completions of text or ids (prompt ids 0..4 and then the answer's own), and
-    /detokenize, in the words of `text_of`.
-    """
-    ids = [token for step in steps or [[7], [8], [9], [10], [11], [2]] for token in step]
-
-    def script(body: dict[str, Any], _n: int) -> Script:
-        if "tokens" in body:
-            text = "".join(map(text_of, body["tokens"]))
-            return whole({"prompt": text})
-        prompt = body.get("prompt")
-        done = len(prompt) - 5 if isinstance(prompt, list) else 0
-        rest = ids[done : done + body.get("max_tokens", 16)]
-        ended = done + len(rest) == len(ids)
-        made = answer([[token] for token in rest], finish="stop" if ended else "length")
-        return made if prompt is None else as_completion(made)
-
-    return script
-
-
-def whole(value: Any, status: int = 200) -> Script:
-    """A JSON answer in one piece."""
-    import json
-
-    return Script([json.dumps(value).encode()], status=status, content_type="application/json")
-
-
-def as_completion(script: Script) -> Script:
-    """A chat's chunks as those of /v1/completions."""
-    import json
-
-    parts: list[Any] = []
-    for part in script.parts:
-        if not isinstance(part, bytes) or part.startswith(b"data: ["):
-            parts.append(part)
-            continue
-        value = json.loads(part[6:])
-        for choice in value["choices"]:
-            delta = choice.pop("delta")
-            if "role" in delta:
-                break
-            choice["text"] = delta.get("content", "")
-        else:
-            parts.append(f"data: {json.dumps(value)}\n\n".encode())
-    return Script(parts, script.token_ids, script.text)
 
 
 @contextmanager

@@ -12,6 +12,8 @@ import asyncio
 import contextlib
 import gzip
 import json
+import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +25,10 @@ EVENT_STREAM = "text/event-stream; charset=utf-8"
 
 class Drop:
     """A part of a script: close the connection here, in mid-answer."""
+
+
+class Reset(Drop):
+    """The same with a TCP reset, in place of an orderly end."""
 
 
 @dataclass
@@ -202,6 +208,56 @@ def refusal(status: int, message: str, param: str | None = None) -> Script:
     return Script([json.dumps(error).encode()], status=status, content_type="application/json")
 
 
+# --- a pair for the gateway ---------------------------------------------------------------------
+
+MODELS = {"/v1/models": {"object": "list", "data": [{"id": "target"}]}, "/health": {}}
+
+
+def target_says(steps: list[list[int]] | None = None) -> Callable[[dict[str, Any], int], Script]:
+    """A target-only server that continues any ids with those of a fixed answer.
+
+    It answers chats, completions of text or ids (prompt ids 0..4 and then the answer's own), and
+    /detokenize, in the words of `text_of`.
+    """
+    ids = [token for step in steps or [[7], [8], [9], [10], [11], [2]] for token in step]
+
+    def script(body: dict[str, Any], _n: int) -> Script:
+        if "tokens" in body:
+            text = "".join(map(text_of, body["tokens"]))
+            return whole({"prompt": text})
+        prompt = body.get("prompt")
+        done = len(prompt) - 5 if isinstance(prompt, list) else 0
+        rest = ids[done : done + body.get("max_tokens", 16)]
+        ended = done + len(rest) == len(ids)
+        made = answer([[token] for token in rest], finish="stop" if ended else "length")
+        return made if prompt is None else as_completion(made)
+
+    return script
+
+
+def whole(value: Any, status: int = 200) -> Script:
+    """A JSON answer in one piece."""
+    return Script([json.dumps(value).encode()], status=status, content_type="application/json")
+
+
+def as_completion(script: Script) -> Script:
+    """A chat's chunks as those of /v1/completions."""
+    parts: list[Any] = []
+    for part in script.parts:
+        if not isinstance(part, bytes) or part.startswith(b"data: ["):
+            parts.append(part)
+            continue
+        value = json.loads(part[6:])
+        for choice in value["choices"]:
+            delta = choice.pop("delta")
+            if "role" in delta:
+                break
+            choice["text"] = delta.get("content", "")
+        else:
+            parts.append(f"data: {json.dumps(value)}\n\n".encode())
+    return Script(parts, script.token_ids, script.text)
+
+
 class ScriptedServer:
     """Runs in a thread with an event loop of its own. `script` answers each request.
 
@@ -213,7 +269,9 @@ class ScriptedServer:
         self,
         script: Callable[[dict[str, Any], int], Script],
         pages: Mapping[str, Any] | None = None,
+        port: int = 0,
     ) -> None:
+        self._port = port
         self.script = script
         self.pages = pages or {}
         self.metrics_text: str | None = "# nothing counted\n"
@@ -239,7 +297,7 @@ class ScriptedServer:
         self._loop.close()
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._connection, "127.0.0.1", 0, backlog=4096)
+        server = await asyncio.start_server(self._connection, "127.0.0.1", self._port, backlog=4096)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         self._ready.set()
         await self._stop.wait()
@@ -306,6 +364,10 @@ class ScriptedServer:
         writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
         for part in script.parts:
             if isinstance(part, Drop):
+                if isinstance(part, Reset):
+                    connection = writer.get_extra_info("socket")
+                    linger = struct.pack("ii", 1, 0)
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 writer.transport.abort()
                 return False
             if isinstance(part, float):

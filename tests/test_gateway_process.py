@@ -422,6 +422,10 @@ def test_the_gateway_end_to_end(tmp_path):
         (row,) = store.transitions("live")
     assert (row.transition.rule, row.transition.after) == ("max_unreachable_s", "fell_back")
     assert receipts[-1].decision_reason.startswith("fell_back: the speculative server has not")
+    again = run(tmp_path, "fallback", "replay")
+    assert again.returncode == 1
+    assert "max_unreachable_s" in again.stdout
+    assert "  as recorded\n" in again.stdout
     kinds = [r.handover_kind for r in receipts if r.handover_kind]
     assert kinds == ["exact", "restarted"]
     assert {r.policy_version for r in receipts} > {receipts[0].policy_version}

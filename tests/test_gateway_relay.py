@@ -13,7 +13,7 @@ from contextlib import suppress
 
 import aiohttp
 import pytest
-from gateway_pair import WAIT_S, as_completion, gateway, target_says, whole
+from gateway_pair import WAIT_S, gateway
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_server import (
@@ -21,14 +21,17 @@ from scripted_server import (
     Drop,
     Script,
     answer,
+    as_completion,
     chunk,
     gzipped,
     recut,
     refusal,
     spec_metrics,
     sse,
+    target_says,
     text_of,
     usage_of,
+    whole,
 )
 
 from speccheck.gateway.asked import Asked

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -212,6 +213,7 @@ async def watch_stream(
                 timer.reschedule(deadline)
                 while data := await response.content.readany():
                     timer.reschedule(None)  # a slow client is no stall of the arm
+                    came_s, is_news = loop.time(), False
                     now = time.perf_counter_ns()
                     for raw in events.feed(data):
                         payload = payload_of(raw)
@@ -223,6 +225,7 @@ async def watch_stream(
                                 Outcome.ERROR, "server_error", f"finish_reason {reason}"
                             )
                         await on_event(raw, value)
+                        is_news = is_news or value is not None  # keep-alives are none
                     await flush()
                     is_begun = is_begun or stream.first_output_ns is not None
                     is_begun = is_begun or stream.first_ids_ns is not None
@@ -234,7 +237,11 @@ async def watch_stream(
                         )
                     if stream.is_done:
                         break
-                    timer.reschedule(loop.time() + limits.idle_s if is_begun else deadline)
+                    if is_begun and is_news:
+                        deadline = loop.time() + limits.idle_s
+                    else:
+                        deadline += loop.time() - came_s
+                    timer.reschedule(deadline)
     except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, ValueError) as error:
         raise _lost(stream, error) from error
     except TimeoutError:  # ours: aiohttp's own, of connecting, is one of the above
@@ -354,7 +361,15 @@ def _late(stream: Stream, seconds: float) -> ArmFailedError:
 
 
 def _lost(stream: Stream, error: Exception) -> ArmFailedError:
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    said = str(error)
+    if isinstance(
+        error, aiohttp.ClientConnectorError
+    ):  # names the server's address: not a client's
+        number = error.os_error.errno or 0
+        said = os.strerror(number) if number > 0 else type(error.os_error).__name__
+    elif isinstance(error, aiohttp.ConnectionTimeoutError):
+        said = ""
+    what = f"{type(error).__name__}: {said}" if said else type(error).__name__
     what = " ".join(what.split())[:300]
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
         return ArmFailedError(Outcome.ERROR, "unreachable", what, status=502)

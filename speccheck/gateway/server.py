@@ -376,7 +376,7 @@ class Parent:
             self._unkept = samples
             return
         for sample in (*self._unkept, *samples):
-            self.writer.put_sample(sample.arm, sample.snapshot)
+            self.writer.put_sample(sample.arm, fallback.kept_sample(sample))
         self._was_quiet, self._unkept = is_quiet, []
 
     async def _scrape(
