@@ -56,7 +56,11 @@ class App:
             return
         gate = self._gate
         path, method = scope["path"], scope["method"]
-        if path == "/metrics" and method == "GET":
+        if not scope["raw_path"].startswith(b"/"):
+            # `*@host/`, put behind a server's address, would be another server's.
+            gate.meters.refused("not a path")
+            await _refuse(send, 400, "the request target is not a path", [_CLOSE])
+        elif path == "/metrics" and method == "GET":
             page = exposition(os.environ["PROMETHEUS_MULTIPROC_DIR"], gate.said)
             await _reply(send, 200, page, [(b"content-type", CONTENT_TYPE)])
         elif path == "/health" and method == "GET":

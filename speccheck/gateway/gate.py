@@ -113,7 +113,12 @@ class Gate:
         return os.path.isfile(off_file(self.off_folder, route))  # noqa: PTH113 (each request)
 
     def url(self, arm: Arm, raw_path: str) -> URL:
-        """Where a path is on an arm; the host is the configured one, whatever the path says."""
+        """Where a path is on an arm; the host is the configured one, whatever the path says.
+
+        ValueError for what is no path: behind a host it could be part of the host.
+        """
+        if not raw_path.startswith("/"):
+            raise ValueError("not a path")
         return URL(api_url(self.arms[arm].url, raw_path), encoded=True)
 
     def not_joinable(self, asked: Asked) -> str:
