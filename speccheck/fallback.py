@@ -292,16 +292,41 @@ def kept_of(snapshots: Mapping[Arm, Iterable[Snapshot]]) -> Kept:
     return Kept(tuple(samples), {name: tuple(marks) for name, marks in began.items()}, late)
 
 
-def is_quiet(before: Snapshot | None, after: Snapshot, most_queued: int | None) -> bool:
-    """Whether a scrape says no more than the one before it did: nothing that a guard waits for.
+@dataclass
+class Thinned:
+    """Which scrapes are worth keeping: a server that is well says the same every second.
 
-    Of a row of these the first and the last are all that decisions rest on.
+    A round of scrapes is quiet where each server answers, its queue is short and its tokens flow.
+    Of a row of quiet rounds the first and the last are all that a decision can rest on.
     """
-    if before is None or before.failure is not None or after.failure is not None:
-        return False
-    waiting = after.total(telemetry.WAITING)
-    is_short = waiting is None or most_queued is None or waiting <= most_queued // 2
-    return is_short and not telemetry.stalled_for_s([before, after])
+
+    most_queued: int | None
+    _last: dict[Arm, Snapshot] = field(default_factory=dict)
+    _was_quiet: bool = False
+    _held: Sequence[Sample] = ()
+
+    def begin(self) -> None:
+        """A guard begins anew: it knows nothing of the rounds before."""
+        self._was_quiet = False
+
+    def keep(self, samples: Sequence[Sample]) -> Sequence[Sample]:
+        """What to keep now that this round, one sample of each arm, has come."""
+        is_quiet = all(self._is_quiet(sample) for sample in samples)
+        self._last |= {sample.arm: sample.snapshot for sample in samples}
+        if is_quiet and self._was_quiet:
+            self._held = samples
+            return ()
+        kept = (*self._held, *samples)
+        self._was_quiet, self._held = is_quiet, ()
+        return kept
+
+    def _is_quiet(self, sample: Sample) -> bool:
+        before, after = self._last.get(sample.arm), sample.snapshot
+        if before is None or before.failure is not None or after.failure is not None:
+            return False
+        waiting = after.total(telemetry.WAITING)
+        is_short = waiting is None or self.most_queued is None or waiting <= self.most_queued // 2
+        return is_short and not telemetry.stalled_for_s([before, after])
 
 
 # --- evidence -----------------------------------------------------------------------------------
@@ -450,9 +475,14 @@ class Window:
         if errors is not None and errors.shows("over"):
             limit = self._settings.config.max_engine_error_rate or 0.0
             e = errors.estimate(measure.ALPHA)
+            how = (
+                f"are over the limit of {limit:g}"
+                if e.value > limit
+                else f"came too close together for the limit of {limit:g}"
+            )
             why = (
-                f"engine errors {e.value:.3g} ({e.low:.3g} to {e.high:.3g}, n {e.n}) are over the"
-                f" limit of {limit:g} [{errors.events} of {errors.added} requests]"
+                f"engine errors {e.value:.3g} ({e.low:.3g} to {e.high:.3g}, n {e.n}) {how}"
+                f" [{errors.events} of {errors.added} requests]"
             )
             return Failure(ENGINE_ERRORS, "", e, limit, "share", e.n, why)
         if self.protected is not None and self.protected.shows("over"):

@@ -654,6 +654,13 @@ def _finding(
         if fails:
             verdict = Verdict.FAIL
             word = "is over" if rule.direction == "max" and not rule.pays else "is under"
+            if (
+                standing is not None
+                and word == "is over"
+                and rule.kind == "share"
+                and e.value <= bound
+            ):
+                word = "came too close together for"  # a change, after a long calm
         elif passes:
             verdict = Verdict.PASS
             word = "is within" if is_inside else "is not clear of"

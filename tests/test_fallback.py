@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from live_route import S, feed, first_move, page, scraped, served, settings, traffic
 from ruamel.yaml import YAML
 
-from speccheck import fallback
+from speccheck import fallback, telemetry
 from speccheck.config import FallbackConfig, Guardrails, Rollout, package_dir
 from speccheck.fallback import GRACE_NS, Machine, Sample
 from speccheck.monitors import Monitors
@@ -767,3 +767,91 @@ def test_a_misspelt_setting_is_an_error(field):
     """A typo never turns into a default."""
     with pytest.raises(ValueError, match="Extra inputs"):
         FallbackConfig(**{field: 1})
+
+
+# --- what is kept of scrapes --------------------------------------------------------------------
+
+ROUNDS = {
+    "idle": {"running": 0, "waiting": 0, "grows": False},
+    "flows": {"running": 3, "waiting": 2, "grows": True},
+    "stands": {"running": 3, "waiting": 0, "grows": False},
+    "queues": {"running": 3, "waiting": 9, "grows": True},
+    "fails": None,
+    "says nothing": {},
+}
+
+
+def rounds_of(words: list[tuple[str, str]]) -> list[list[Sample]]:
+    """A scrape of each arm every second, as these words say."""
+    tokens = dict.fromkeys(Arm, 0.0)
+    made: list[list[Sample]] = []
+    for second, both in enumerate(words, 1):
+        row = []
+        for arm, word in zip(Arm, both, strict=True):
+            at, what = second * S, ROUNDS[word]
+            if what is None:
+                row.append(Sample(arm, failed_scrape("gone", at)))
+                continue
+            tokens[arm] += 50 if what.get("grows") else 0
+            values = {
+                (telemetry.RUNNING, ()): what.get("running"),
+                (telemetry.WAITING, ()): what.get("waiting"),
+                (telemetry.GENERATION_TOKENS, ()): tokens[arm] if what else None,
+            }
+            known = {series: float(x) for series, x in values.items() if x is not None}
+            row.append(Sample(arm, Snapshot(at, known)))
+        made.append(row)
+    return made
+
+
+words = st.sampled_from(sorted(ROUNDS))
+rows = st.lists(
+    st.tuples(st.tuples(words, words), st.integers(1, 8)).map(lambda x: [x[0]] * x[1]), max_size=12
+)
+
+
+@given(
+    words=rows.map(lambda parts: [one for part in parts for one in part]), comes_back=st.booleans()
+)
+@example(words=[("flows", "flows")] * 6 + [("stands", "flows")] * 6, comes_back=True)
+@example(words=[("flows", "flows")] * 6 + [("flows", "stands")] * 6, comes_back=True)
+@example(words=[("idle", "idle")] * 6 + [("idle", "fails")] * 9, comes_back=True)
+@hypothesis_settings(deadline=None)
+def test_what_is_left_out_of_the_scrapes_decides_nothing(words, comes_back):
+    """Of a row of quiet rounds the first and the last are kept, and the decisions are the same."""
+    config = {
+        "max_queued": 4,
+        "queued_for_s": 2.0,
+        "max_stall_s": 2.0,
+        "max_unreachable_s": 2.0,
+        "cool_down_s": 3.0 if comes_back else 600.0,
+        "probation_most_s": 5.0,
+    }
+    every = rounds_of(words)
+    thinned = fallback.Thinned(4)
+    kept = [sample for row in every for sample in thinned.keep(row)]
+    stored: dict[Arm, list[Snapshot]] = {arm: [] for arm in Arm}
+    for sample in kept:
+        stored[sample.arm].append(fallback.kept_sample(sample))
+    read = fallback.kept_of(stored)
+    assert {id(x) for x in kept} <= {id(x) for row in every for x in row}
+    end = (len(every) + 1) * S
+    receipts = [served(i, i * S + S // 2, completion_tokens=2) for i in range(0, len(every), 3)]
+    one, other = (Machine(settings(**config), "chat") for _ in range(2))
+    whole = fallback.replay(one, receipts, [s for row in every for s in row], until_ns=end)
+    again = fallback.replay(other, receipts, read.samples, until_ns=end)
+    assert as_bytes(again) == as_bytes(whole)
+    if words and len(set(words)) == 1 and words[0] == ("idle", "idle"):
+        assert len(kept) <= 4
+
+
+def test_failures_in_a_row_after_a_long_calm_are_no_rate_over_the_limit():
+    """The decision is right, and its words do not contradict their own figures."""
+    machine = Machine(settings(windows_s=()), "chat")
+    assert feed(machine, [served(i, i * S // 10) for i in range(1000)]) == []
+    (moved,) = feed(machine, [served(i, 100 * S + i, **DEAD) for i in range(1000, 1012)])
+    assert moved.estimate is not None
+    assert moved.limit is not None
+    assert moved.estimate.value < moved.limit
+    assert "came too close together for the limit of" in moved.why
+    assert "is over" not in moved.why

@@ -93,14 +93,14 @@ class Parent:
     """When the last of the receipts so far ended."""
     _ticked_ns: int = 0
     """How far the guards have judged; what comes in later belongs there."""
-    _scraped: dict[Arm, fallback.Sample] = field(default_factory=dict)
-    _was_quiet: bool = False
-    _unkept: list[fallback.Sample] = field(default_factory=list)
-    """The last of a row of scrapes that say nothing new."""
     _board: Board | None = None
     _told: str = ""
+    _thinned: fallback.Thinned = field(init=False)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _all_ready: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self._thinned = fallback.Thinned(self.rollout.fallback.max_queued)
 
     # -- deciding ---------------------------------------------------------------------------------
 
@@ -182,7 +182,7 @@ class Parent:
                 machine.settings, name, kept, now_wall_ns=now_wall_ns, now_ns=now_ns
             )
             self.last[name] = kept[-1][0]
-            self._was_quiet = False
+            self._thinned.begin()
             self.begin(name, now_wall_ns, now_ns)
             self.say(f"{name}: {self.machines[name].state}, moved by somebody else")
         self.publish()
@@ -360,24 +360,14 @@ class Parent:
             fallback.Sample(arm.arm, replace(one, taken_ns=max(one.taken_ns, first_ns)))
             for arm, one in zip(self.pair, snapshots, strict=True)
         ]
-        most = self.rollout.fallback.max_queued
-        is_quiet = True
         for sample in samples:
             if sample.arm is Arm.SPECULATIVE:
                 waiting = sample.snapshot.total(telemetry.WAITING)
                 self.queued = None if waiting is None else int(waiting)
             for machine in self.machines.values():
                 self._moved(machine.telemetry(sample, sample.snapshot.taken_ns))
-            before = self._scraped.get(sample.arm)
-            self._scraped[sample.arm] = sample
-            snapshot = None if before is None else before.snapshot
-            is_quiet = fallback.is_quiet(snapshot, sample.snapshot, most) and is_quiet
-        if is_quiet and self._was_quiet:
-            self._unkept = samples
-            return
-        for sample in (*self._unkept, *samples):
+        for sample in self._thinned.keep(samples):
             self.writer.put_sample(sample.arm, fallback.kept_sample(sample))
-        self._was_quiet, self._unkept = is_quiet, []
 
     async def _scrape(
         self, session: aiohttp.ClientSession, arm: ArmDescription
