@@ -314,9 +314,11 @@ class ScriptedServer:
         with contextlib.suppress(
             ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError
         ):
-            while await self._request(reader, writer, number):
-                pass
-        writer.close()
+            try:
+                while await self._request(reader, writer, number):
+                    pass
+            finally:  # a script that raises is a connection that closes, not a client that waits
+                writer.close()
 
     async def _request(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int
