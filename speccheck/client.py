@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -212,6 +213,12 @@ def open_session() -> aiohttp.ClientSession:
 def api_url(base_url: str, path: str) -> str:
     """`base_url` with or without `/v1` and slashes, and a path such as `/v1/models`."""
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/") + path
+
+
+def no_connection(error: aiohttp.ClientConnectorError) -> str:
+    """Why a server could not be reached, without its address: that is nothing for clients."""
+    number = error.os_error.errno or 0
+    return os.strerror(number) if number > 0 else type(error.os_error).__name__
 
 
 def request_body(

@@ -19,7 +19,7 @@ from typing import NoReturn
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from speccheck.client import api_url
+from speccheck.client import api_url, no_connection
 from speccheck.errors import EngineError
 from speccheck.records import Arm
 
@@ -238,6 +238,8 @@ async def scrape(
             text = page.decode("utf-8", "replace")
     except TimeoutError:
         raise EngineError(f"{url}: no answer within {timeout_s:g} s") from None
+    except aiohttp.ClientConnectorError as error:
+        raise EngineError(f"{url}: no connection ({no_connection(error)})") from error
     except (aiohttp.ClientError, OSError) as error:
         said = " ".join(str(error).split()) or type(error).__name__
         raise EngineError(f"{url}: {said}") from error

@@ -422,6 +422,7 @@ def test_the_gateway_end_to_end(tmp_path):
         (row,) = store.transitions("live")
     assert (row.transition.rule, row.transition.after) == ("max_unreachable_s", "fell_back")
     assert receipts[-1].decision_reason.startswith("fell_back: the speculative server has not")
+    assert "127.0.0.1" not in row.transition.why  # it is told to clients
     again = run(tmp_path, "fallback", "replay")
     assert again.returncode == 1
     assert "max_unreachable_s" in again.stdout

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from speccheck.cli.shell import PATH, out_option, print_json, reader_may_leave, store_options
+from speccheck.cli.gateway import OUT
+from speccheck.cli.shell import PATH, print_json, reader_may_leave
 from speccheck.errors import ExitCode, UsageError
 
 if TYPE_CHECKING:
@@ -20,13 +21,30 @@ if TYPE_CHECKING:
     from speccheck.store import RecordedTransition, Run, Store
 
 
+out_option = click.option(
+    "--out",
+    "out",
+    type=PATH,
+    default=OUT,
+    show_default=True,
+    help="Folder of the gateway, or of a run that is watched: it holds receipts.duckdb.",
+)
+run_option = click.option("--run", "run_id", default=None, help="Run id; the latest otherwise.")
+
+
 @click.group()
 def fallback() -> None:
-    """See where live routes stand, replay their decisions, reset one."""
+    """See where live routes stand, replay their decisions, reset one.
+
+    \b
+    Example:
+      speccheck fallback status
+    """
 
 
 @fallback.command("status")
-@store_options
+@out_option
+@run_option
 @click.option("--json", "as_json", is_flag=True, help="Print every transition as JSON.")
 def fallback_status(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
     """Where each live route stands, since when, and why.
@@ -36,7 +54,7 @@ def fallback_status(out: Path, run_id: str | None, as_json: bool) -> int:  # noq
 
     \b
     Example:
-      speccheck fallback status --out speccheck-gateway
+      speccheck fallback status
     """
     from speccheck import fallback as module
     from speccheck import outcome
@@ -64,7 +82,8 @@ def fallback_status(out: Path, run_id: str | None, as_json: bool) -> int:  # noq
 
 
 @fallback.command("replay")
-@store_options
+@out_option
+@run_option
 @click.option(
     "--rollout",
     type=PATH,
@@ -97,7 +116,7 @@ def fallback_replay(
 
     \b
     Example:
-      speccheck fallback replay --rollout rollout.yaml --out speccheck-gateway
+      speccheck fallback replay --rollout rollout.yaml
     """
     from speccheck import fallback as module
     from speccheck import outcome
@@ -201,7 +220,7 @@ def _replayed(
 @click.argument("route")
 @click.option("--reason", required=True, help="Why it may be tried again; kept for good.")
 @out_option
-@click.option("--run", "run_id", default=None, help="Run id; the latest otherwise.")
+@run_option
 def fallback_reset(route: str, reason: str, out: Path, run_id: str | None) -> int:
     """Let a live ROUTE that fell back or is off be tried again, on probation.
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,7 +20,15 @@ from typing import Any
 
 import aiohttp
 
-from speccheck.client import MAX_EVENT_BYTES, Stream, event_data, make_answer, make_receipt, refusal
+from speccheck.client import (
+    MAX_EVENT_BYTES,
+    Stream,
+    event_data,
+    make_answer,
+    make_receipt,
+    no_connection,
+    refusal,
+)
 from speccheck.gateway.asked import Asked
 from speccheck.gateway.choose import FELL_BACK, Decided
 from speccheck.gateway.gate import Gate, Header
@@ -362,11 +369,8 @@ def _late(stream: Stream, seconds: float) -> ArmFailedError:
 
 def _lost(stream: Stream, error: Exception) -> ArmFailedError:
     said = str(error)
-    if isinstance(
-        error, aiohttp.ClientConnectorError
-    ):  # names the server's address: not a client's
-        number = error.os_error.errno or 0
-        said = os.strerror(number) if number > 0 else type(error.os_error).__name__
+    if isinstance(error, aiohttp.ClientConnectorError):
+        said = no_connection(error)
     elif isinstance(error, aiohttp.ConnectionTimeoutError):
         said = ""
     what = f"{type(error).__name__}: {said}" if said else type(error).__name__
