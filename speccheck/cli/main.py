@@ -48,18 +48,30 @@ if TYPE_CHECKING:
     from speccheck.outcome import Outcome, WrittenPacket
 
 
-def _terminated(_number: int, _frame: FrameType | None) -> None:
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a script
+def _take_signals() -> None:
+    """SIGTERM, of a pipeline or an orchestrator, does what Ctrl-C does: servers stopped, what is
+    measured kept, exit code 130.
+
+    Raised as SIGINT, so that the event loop's handler takes it. A script's background job ignores
+    that; there it is blocked instead, since the loop has a handler only where it is not ignored.
+    """
+    is_ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    how = signal.SIG_BLOCK if is_ignored else signal.SIG_UNBLOCK
+    signal.pthread_sigmask(how, {signal.SIGINT})
+    if is_ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _terminated)
+
+
+def _terminated(_number: int, _frame: FrameType | None) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.raise_signal(signal.SIGINT)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and exit with the code of the exit-code table."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    # A pipeline or an orchestrator that ends us gets what Ctrl-C gets: servers stopped, what is
-    # measured kept, exit code 130. Raised as SIGINT, so that the event loop's handler takes it.
-    signal.signal(signal.SIGTERM, _terminated)
+    _take_signals()
     try:
         code = cli.main(args=arguments, prog_name="speccheck", standalone_mode=False)
         sys.stdout.flush()
