@@ -67,15 +67,6 @@ QUEUE = "max_queued"
 STALL = "max_stall_s"
 UNREACHABLE = "max_unreachable_s"
 PROTECTED = "max_protected_delay"
-
-OWN_RULES: dict[str, str] = {
-    ENGINE_ERRORS: "Server errors, broken streams and lost connections of the speculative arm.",
-    VERIFIER_ERRORS: "Answers whose counts of drafted and accepted tokens cannot be.",
-    UNACCEPTED: "Drafted tokens in a row, in ten answers or three scrapes at least, none accepted.",
-    QUEUE: "Requests waiting in the speculative server's queue, longer than `queued_for_s`.",
-    STALL: "Requests running on the speculative server and not one token coming, seconds.",
-    UNREACHABLE: "The speculative server's /metrics not answering while target-only's does.",
-}
 """Rules of the live guard beside the guardrails; names are those of their settings."""
 
 COOL_DOWN = "cool_down"
