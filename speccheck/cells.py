@@ -25,7 +25,7 @@ from typing import Literal
 
 from speccheck import speed, stats
 from speccheck.calibration import Calibration, interval_of_saved
-from speccheck.measure import ALPHA, is_error, pair_receipts, positive
+from speccheck.measure import ALPHA, by_prompt, is_error, pair_receipts, positive
 from speccheck.records import SWEEP, Arm, Estimate, Outcome, Receipt
 
 CellVerdict = Literal["pays", "does not pay", "open"]
@@ -423,13 +423,9 @@ def _by_prompt(
     alpha: float,
 ) -> Estimate | None:
     """A ratio of sums with prompts as clusters: repeats of a prompt are copies at temperature 0."""
-    sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
-    for r in receipts:
-        sums[r.prompt_id][0] += numerator(r)
-        sums[r.prompt_id][1] += denominator(r)
-    if not any(below for _, below in sums.values()):
+    above, below = by_prompt(receipts, numerator, denominator)
+    if not any(below):
         return None
-    above, below = zip(*sums.values(), strict=True)
     estimate = estimator(above, below, alpha=alpha)
     return replace(estimate, method=estimate.method.replace("requests", "prompts"))
 

@@ -13,6 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -322,22 +323,25 @@ def _why_no_counts(receipt: Receipt) -> str:
 
 def acceptance_rate(drafting: Sequence[Receipt], *, alpha: float) -> Estimate:
     """Accepted over drafted tokens of receipts that drafted, prompts as clusters."""
-    A, D = (_by_prompt(drafting, name) for name in ("accepted_tokens", "proposed_tokens"))
+    A, D = by_prompt(drafting, attrgetter("accepted_tokens"), attrgetter("proposed_tokens"))
     return _clustered(stats.acceptance_rate(A, D, alpha=alpha), drafting)
 
 
 def mean_acceptance_length(stepping: Sequence[Receipt], *, alpha: float) -> Estimate:
     """Tokens per verify step of receipts that have such steps, prompts as clusters."""
-    A, S = (_by_prompt(stepping, name) for name in ("accepted_tokens", "verify_steps"))
+    A, S = by_prompt(stepping, attrgetter("accepted_tokens"), attrgetter("verify_steps"))
     return _clustered(stats.mean_acceptance_length(A, S, alpha=alpha), stepping)
 
 
-def _by_prompt(receipts: Sequence[Receipt], name: str) -> list[int]:
-    """Sums of a count per prompt: repeats of a prompt are one cluster, copies at temperature 0."""
-    sums: dict[str, int] = defaultdict(int)
+def by_prompt(
+    receipts: Sequence[Receipt], *counts: Callable[[Receipt], int | None]
+) -> tuple[list[int], ...]:
+    """Sums of counts per prompt: repeats of a prompt are one cluster, copies at temperature 0."""
+    sums: dict[str, list[int]] = defaultdict(lambda: [0] * len(counts))
     for r in receipts:
-        sums[r.prompt_id] += getattr(r, name) or 0
-    return list(sums.values())
+        for i, count in enumerate(counts):
+            sums[r.prompt_id][i] += count(r) or 0
+    return tuple([row[i] for row in sums.values()] for i in range(len(counts)))
 
 
 def _clustered(estimate: Estimate, receipts: Sequence[Receipt]) -> Estimate:
@@ -360,7 +364,7 @@ def _share_by_prompt(k: int, n: int, prompts: int, *, alpha: float) -> Estimate:
 def _coverage(counted: Sequence[Receipt], measured: Measured) -> Measurement:
     """Verify steps with drafts over all decode passes of the target."""
     known = [r for r in counted if r.verify_steps is not None and r.target_passes]
-    steps, passes = _by_prompt(known, "verify_steps"), _by_prompt(known, "target_passes")
+    steps, passes = by_prompt(known, attrgetter("verify_steps"), attrgetter("target_passes"))
     return measured(
         "draft_coverage",
         (lambda a: _clustered(stats.acceptance_rate(steps, passes, alpha=a), known))
