@@ -246,6 +246,28 @@ async def scrape(
     return parse_metrics(text, taken_ns, names)
 
 
+async def scrape_or_failure(
+    session: aiohttp.ClientSession,
+    base_url: str,
+    *,
+    now_ns: Callable[[], int],
+    names: Collection[str] | None = None,
+    timeout_s: float = 5.0,
+    api_key: str | None = None,
+) -> Snapshot:
+    """Read a server's /metrics once; where that fails, why (`failed_scrape`).
+
+    Without the address: the reason of a fallback is shown, and a URL may hold a password.
+    """
+    try:
+        return await scrape(
+            session, base_url, now_ns=now_ns, names=names, timeout_s=timeout_s, api_key=api_key
+        )
+    except EngineError as error:
+        why = str(error).replace(api_url(base_url, "/metrics"), "/metrics")
+        return failed_scrape(why, now_ns())
+
+
 async def scrape_all(
     urls: Mapping[Arm, str], *, now_ns: Callable[[], int], api_key: str | None = None
 ) -> dict[Arm, Snapshot | str]:

@@ -20,7 +20,7 @@ import aiohttp
 
 from speccheck import fallback, launch, telemetry
 from speccheck.config import Guardrails, Rollout
-from speccheck.errors import EngineError, ExitCode, StoreError, UsageError
+from speccheck.errors import ExitCode, StoreError, UsageError
 from speccheck.fallback import GRACE_NS, Gauge, Machine, Sample
 from speccheck.hooks import Event, Hooks
 from speccheck.records import GATEWAY, Arm, Receipt, RouteState, Stage, Transition
@@ -173,18 +173,14 @@ class Follower:
         w = self.watched
 
         async def one(arm: Arm) -> Snapshot:
-            try:
-                return await telemetry.scrape(
-                    session,
-                    w.urls[arm],
-                    now_ns=self.clock_ns,
-                    names=telemetry.GUARDED,
-                    timeout_s=w.timeout_s,
-                    api_key=w.api_key,
-                )
-            except EngineError as error:
-                why = str(error).replace(w.urls[arm], "")  # a URL may hold a password
-                return telemetry.failed_scrape(why, self.clock_ns())
+            return await telemetry.scrape_or_failure(
+                session,
+                w.urls[arm],
+                now_ns=self.clock_ns,
+                names=telemetry.GUARDED,
+                timeout_s=w.timeout_s,
+                api_key=w.api_key,
+            )
 
         arms = list(w.urls)
         for arm, snapshot in zip(arms, await asyncio.gather(*map(one, arms)), strict=True):

@@ -372,16 +372,13 @@ class Parent:
     async def _scrape(
         self, session: aiohttp.ClientSession, arm: ArmDescription
     ) -> telemetry.Snapshot:
-        now = time.perf_counter_ns
-        try:
-            return await telemetry.scrape(
-                session, arm.url, now_ns=now, names=telemetry.STALLING, api_key=self.pair.api_key
-            )
-        except EngineError as error:
-            # Without the address: the reason of a fallback goes to clients, and a URL may hold a
-            # password.
-            why = str(error).replace(api_url(arm.url, "/metrics"), "/metrics")
-            return telemetry.failed_scrape(why, now())
+        return await telemetry.scrape_or_failure(
+            session,
+            arm.url,
+            now_ns=time.perf_counter_ns,
+            names=telemetry.STALLING,
+            api_key=self.pair.api_key,
+        )
 
 
 def serve(
