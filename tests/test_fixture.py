@@ -14,8 +14,8 @@ from scipy.stats import chi2
 from speccheck.controls import NEGATIVE_CONTROLS
 from speccheck.errors import UsageError
 from speccheck.fixture import (
-    _chi_square,
     check,
+    chi_square,
     format_trace,
     negative_controls,
     reference,
@@ -206,14 +206,14 @@ def test_a_wrong_verifier_gives_a_failed_result(monkeypatch):
 
 def test_an_impossible_token_fails_whatever_its_count():
     """A token of target probability 0 has no tolerance."""
-    statistic, _ = _chi_square(np.array([10, 1]), np.array([11.0, 0.0]))
+    statistic, _ = chi_square(np.array([10, 1]), np.array([11.0, 0.0]))
     assert statistic == math.inf
-    assert _chi_square(np.array([11, 0]), np.array([11.0, 0.0])) == (0.0, 0)
+    assert chi_square(np.array([11, 0]), np.array([11.0, 0.0])) == (0.0, 0)
 
 
 def test_rare_cells_are_pooled():
     """Cells that expect fewer than 5 count together, so the chi-square tail holds."""
-    statistic, df = _chi_square(np.array([90, 4, 4, 2]), np.array([90.0, 3.0, 4.0, 3.0]))
+    statistic, df = chi_square(np.array([90, 4, 4, 2]), np.array([90.0, 3.0, 4.0, 3.0]))
     assert (statistic, df) == (0.0, 1)
 
 
