@@ -339,6 +339,7 @@ RULES: dict[str, Rule] = {
             10,
             "Share of structured answers of the speculative arm that parse and meet the schema.",
             slices="no_fail",
+            counts="prompts",
             any_workload=True,
         ),
         Rule(

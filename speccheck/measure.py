@@ -353,14 +353,6 @@ def _clustered(estimate: Estimate, receipts: Sequence[Receipt]) -> Estimate:
     return replace(estimate, n=len(receipts), method=method)
 
 
-def _share_by_prompt(k: int, n: int, prompts: int, *, alpha: float) -> Estimate:
-    """Share of n pairs; where prompts repeat, as if all pairs of a prompt agreed (the worst)."""
-    if prompts == n:
-        return stats.clopper_pearson(k, n, alpha=alpha)
-    found = stats.acceptance_from_totals(k, n, prompts, alpha=alpha)
-    return replace(found, n=n, method=f"Clopper-Pearson, {prompts} prompts as clusters")
-
-
 def _coverage(counted: Sequence[Receipt], measured: Measured) -> Measurement:
     """Verify steps with drafts over all decode passes of the target."""
     known = [r for r in counted if r.verify_steps is not None and r.target_passes]
@@ -413,10 +405,10 @@ def _latency(
     target = np.array([a for _, _, a, _ in known])
     speculative = np.array([b for _, _, _, b in known])
     clusters = clusters_of([(t, s) for t, s, _, _ in known])
-    prompts = len({t.prompt_id for t, _, _, _ in known})
-    slower = int((speculative > SLOWER * target).sum())
+    prompts, unit = np.unique([t.prompt_id for t, _, _, _ in known], return_inverse=True)
+    slower = speculative > SLOWER * target
     if name == "tpot":
-        own = f"{slower} of {len(known)} pairs took over {SLOWER:g} times as long"
+        own = f"{slower.sum()} of {len(known)} pairs took over {SLOWER:g} times as long"
         note = f"{own}; {note}".removesuffix("; ")
     slowest = [s for _, s, a, b in sorted(known, key=lambda x: -(x[3] / x[2] if x[2] else 0))]
     draws = stats.bootstrap_quantile_ratios(
@@ -429,8 +421,8 @@ def _latency(
     )
     if not draws.draws:
         note = (
-            f"{note}; from {prompts} different prompts, and without {stats.FEWEST_CLUSTERS} there"
-            " is no limit"
+            f"{note}; from {prompts.size} different prompts, and without {stats.FEWEST_CLUSTERS}"
+            " there is no limit"
         ).removeprefix("; ")
     found = [
         measured(
@@ -445,7 +437,10 @@ def _latency(
         found.append(
             measured(
                 "tpot_slower_share",
-                lambda a: _share_by_prompt(slower, len(known), prompts, alpha=a),
+                lambda a: replace(
+                    stats.clustered_share(np.bincount(unit, slower), np.bincount(unit), alpha=a),
+                    n=len(known),
+                ),
                 f"pairs whose TPOT is over {SLOWER:g} times target-only's",
                 slowest,
             )

@@ -267,6 +267,7 @@ def measure(
     structured = [
         grading.Structured(
             r.arm,
+            r.prompt_id,
             r.receipt_id,
             grading.grade(form, graded.answers[r.receipt_id].text).outcome,
             next((name for name in graded.slices[p.prompt_id] if name.startswith(p.task)), p.task),

@@ -259,7 +259,9 @@ def test_a_schema_reference_to_the_net_is_not_fetched():
 def test_structured_validity_names_the_slice():
     """T15: validity 17 of 30 with reasoning against 29 of 30, and nothing to report without it."""
     graded = [
-        Structured(arm, f"{arm}{cohort}{i}", "pass" if i < valid else "fail", cohort)
+        Structured(
+            arm, f"{cohort}{i}", f"{arm}{cohort}{i}", "pass" if i < valid else "fail", cohort
+        )
         for cohort, arm, valid in (
             ("with reasoning", "target_only", 29),
             ("with reasoning", "speculative", 17),
@@ -275,6 +277,34 @@ def test_structured_validity_names_the_slice():
     assert found["with reasoning"].estimate.value == pytest.approx(17 / 30)
     assert found["with reasoning"].note == "valid 17 of 30; target-only 29 of 30"
     assert found[""].estimate.n == 60
+
+
+def test_repeats_that_agree_are_no_further_evidence():
+    """Thirty prompts say as much asked once as asked four times with the same outcome, and far less
+    than 120 prompts; n counts prompts, so repeats do not make up a minimum.
+    """
+
+    def measured(prompts: int, repeats: int):
+        graded = [
+            Structured("speculative", f"p{i}", f"{i}-{j}", "fail" if i % 30 < 3 else "pass")
+            for i in range(prompts)
+            for j in range(repeats)
+        ]
+        (found,) = grading.measure_structured_validity(graded, stage="replay", route="r")
+        return found
+
+    once, repeated, others = measured(30, 1), measured(30, 4), measured(120, 1)
+    for one, again, more in zip(
+        (once.estimate, *once.fail_estimates),
+        (repeated.estimate, *repeated.fail_estimates),
+        (others.estimate, *others.fail_estimates),
+        strict=True,
+    ):
+        assert (again.value, again.n) == (one.value, one.n) == (0.9, 30)
+        assert (again.low, again.high) == pytest.approx((one.low, one.high))
+        assert again.low < more.low < 0.9 < more.high < again.high
+    assert repeated.note.startswith("valid 108 of 120 answers to 30 prompts")
+    assert "30 prompts as clusters" in repeated.estimate.method
 
 
 # --- SQL ----------------------------------------------------------------------------------------

@@ -94,7 +94,8 @@ def measurements(data: dict[str, Any], stage: Stage) -> list[Measurement]:
     if "structured" in data:
         valid, n = data["structured"]["valid"], data["structured"]["n"]
         graded = [
-            Structured("speculative", f"r{i}", "pass" if i < valid else "fail") for i in range(n)
+            Structured("speculative", f"p{i}", f"r{i}", "pass" if i < valid else "fail")
+            for i in range(n)
         ]
         return grading.measure_structured_validity(graded, stage=stage, route="chat")
     if "protected" in data:

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 from attached_pair import attached_pair
-from field import PATIENT, Product, Seen, corpus, observe
+from field import PATIENT, Model, Product, Say, Seen, corpus, observe
 from scipy import optimize
 from scipy import stats as sp
-from test_cases import route
+from statsmodels.stats.proportion import proportion_confint
+from test_cases import REPLAY, SCHEMA, route, words
 
 from speccheck.cli import main
 from speccheck.records import Arm, PlannedRequest
@@ -84,12 +85,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         capture["canary"] = product.stage("canary").json["decisions"][0]
         capture["matrix"] = product.run("matrix").json["rows"]
         capture["status"] = product.run("canary", "status").json
-        path = folder / "receipts.jsonl"
-        with pytest.raises(SystemExit):
-            main(["receipts", "export", str(path), "--out", str(folder / "run")])
-        capture["receipts"] = [json.loads(line) for line in path.read_text().splitlines()]
+        capture["receipts"] = exported(folder)
     patch.undo()
     return capture
+
+
+def exported(folder: Path) -> list[Row]:
+    path = folder / "receipts.jsonl"
+    with pytest.raises(SystemExit):
+        main(["receipts", "export", str(path), "--out", str(folder / "run")])
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 class _Captured:
@@ -172,6 +177,49 @@ def finding(decision: dict[str, Any], rule: str) -> dict[str, Any]:
 def is_estimate(estimate: dict[str, Any], *numbers: float, rel: float = 1e-6) -> bool:
     shown = [estimate["value"], estimate["low"], estimate["high"]]
     return shown == [n if n is None else pytest.approx(n, rel=rel, abs=1e-9) for n in numbers]
+
+
+# --- replay --------------------------------------------------------------------------------------
+
+
+def test_structured_validity(tmp_path, capsys):
+    """Forty prompts, each asked greedily and sampled: four lose their JSON always, eight when they
+    are sampled. The limits are statsmodels' for forty answers, not for all that were given.
+
+    A broken answer has 20 tokens and a good one 30, so that the receipts tell which is which.
+    """
+
+    def speculative(i: int, _n: int, body: dict[str, Any]) -> Say:
+        lost = i < (12 if body["temperature"] else 4)
+        return Say('{"city": ' if lost else '{"city": "Rome"}', words(i, 20 if lost else 30))
+
+    (tmp_path / "guardrails.yaml").write_text("speculative_decoding_guardrails: {}\n")
+    with attached_pair(
+        tmp_path,
+        target=Model(lambda i, _n, _body: Say('{"city": "Rome"}', words(i, 30))),
+        speculative=Model(speculative),
+        routes=route(min_structured_output_validity=0.7),
+        **REPLAY,
+    ):
+        corpus(tmp_path, 40, check={"kind": "json_schema", "schema": SCHEMA})
+        decided = Product(tmp_path, capsys).stage("replay").json["decisions"][0]
+    mine = [r for r in exported(tmp_path) if r["arm"] == "speculative" and r["phase"] != "aa"]
+    by_prompt: dict[str, list[bool]] = defaultdict(list)
+    for r in mine:
+        if r["phase"] in ("greedy", "sampled"):
+            by_prompt[r["prompt_id"]].append(r["completion_tokens"] == 30)
+    each = {len(valid) for valid in by_prompt.values()}
+    k, n = sum(map(sum, by_prompt.values())), sum(map(len, by_prompt.values()))
+    assert (len(by_prompt), len(each)) == (40, 1)
+    assert n > 40
+    shown = finding(decided, "min_structured_output_validity")
+    low, high = proportion_confint(40 * k / n, 40, alpha=0.1, method="beta")
+    assert is_estimate(shown["estimate"], k / n, low, high)
+    assert shown["estimate"]["n"] == 40
+    assert f"valid {k} of {n} answers to 40 prompts" in shown["why"]
+    alone, _ = proportion_confint(k, n, alpha=0.1, method="beta")
+    assert low < 0.7 < alone, "a pass if each answer counted for itself"
+    assert shown["verdict"] == "inconclusive"
 
 
 # --- shadow --------------------------------------------------------------------------------------

@@ -476,6 +476,26 @@ def test_certifying_one_percent():
     assert found == [299, 473, 628, 773, 1049, 1693]
 
 
+def test_a_share_of_clusters():
+    """Of one size: the interval of as many cases as there are clusters. One that outweighs the
+    others leaves fewer (Kish), and clusters of one case are Clopper and Pearson's own.
+    """
+    equal = stats.clustered_share([4, 4, 2, 0], [4, 4, 4, 4], alpha=0.05)
+    low, high = proportion_confint(4 * 10 / 16, 4, alpha=0.1, method="beta")
+    assert (equal.value, equal.low, equal.high, equal.n) == pytest.approx((0.625, low, high, 4))
+    uneven = stats.clustered_share([9, 1, 0, 0], [9, 1, 3, 3], alpha=0.05)
+    independent = 16**2 / (81 + 1 + 9 + 9)
+    low, high = proportion_confint(independent * 0.625, independent, alpha=0.1, method="beta")
+    assert (uneven.value, uneven.low, uneven.high, uneven.n) == pytest.approx((0.625, low, high, 4))
+    assert uneven.low < equal.low < equal.high < uneven.high
+    single = stats.clustered_share([1, 0, 1, 1], [1, 1, 1, 1], alpha=0.05)
+    assert single == stats.clopper_pearson(3, 4, alpha=0.05)
+    assert stats.clustered_share([0, 2, 2], [0, 2, 2], alpha=0.05).n == 2
+    assert not stats.clustered_share([], [], alpha=0.05).is_known
+    with pytest.raises(ValueError, match="different length"):
+        stats.clustered_share([1], [1, 2], alpha=0.05)
+
+
 @pytest.mark.parametrize(
     ("k", "n", "side", "golden"),
     [

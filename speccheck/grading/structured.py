@@ -18,7 +18,7 @@ from typing import Any
 from speccheck import stats
 from speccheck.errors import UsageError
 from speccheck.grading.grade import PASSED, Grade, GradeOutcome, failed, need, shown, unfenced
-from speccheck.records import Arm, Measurement
+from speccheck.records import Arm, Estimate, Measurement
 
 
 def _refuse_constant(name: str) -> None:
@@ -216,6 +216,7 @@ class Structured:
     """The `structure` grade of one request that asked for structured output."""
 
     arm: str
+    prompt_id: str
     receipt_id: str
     outcome: GradeOutcome
     cohort: str = ""
@@ -226,6 +227,8 @@ def measure_structured_validity(
 ) -> list[Measurement]:
     """Metric structured_output_validity of the speculative arm: route, then each cohort that is
     worse than on the target-only arm. Not-applicable grades do not count.
+
+    The prompt is the unit, and n: its answers, greedy and sampled, are not independent.
     """
     metric = "structured_output_validity"
     cohorts = sorted({g.cohort for g in graded if g.cohort})
@@ -245,17 +248,28 @@ def measure_structured_validity(
         if not spec:
             found.append(Measurement(metric, stage, route, cohort, None, "no structured output"))
             continue
-        k, n = valid[Arm.SPECULATIVE], len(spec)
+        sizes = Counter(g.prompt_id for g in spec)
+        passed = Counter(g.prompt_id for g in spec if g.outcome == "pass")
+        hits = [passed[prompt] for prompt in sizes]
+
+        def share(
+            level: float, hits: Sequence[int] = hits, sizes: Sequence[int] = tuple(sizes.values())
+        ) -> Estimate:
+            return stats.clustered_share(hits, sizes, alpha=level)
+
+        said = f"valid {valid[Arm.SPECULATIVE]} of {len(spec)}"
+        if len(sizes) < len(spec):
+            said += f" answers to {len(sizes)} prompts"
         found.append(
             Measurement(
                 metric,
                 stage,
                 route,
                 cohort,
-                stats.clopper_pearson(k, n, alpha=alpha),
-                f"valid {k} of {n}; target-only {valid[Arm.TARGET_ONLY]} of {len(target)}",
+                share(alpha),
+                f"{said}; target-only {valid[Arm.TARGET_ONLY]} of {len(target)}",
                 tuple(g.receipt_id for g in spec if g.outcome == "fail")[:5],
-                tuple(stats.clopper_pearson(k, n, alpha=a) for a in stats.FAIL_LEVELS),
+                tuple(share(level) for level in stats.FAIL_LEVELS),
                 share=len(spec) / max(1, sum(g.arm == Arm.SPECULATIVE for g in graded)),
             )
         )

@@ -609,6 +609,30 @@ def clopper_pearson(k: int, n: int, *, alpha: float) -> Estimate:
     return Estimate(k / n, *_beta_limits(k, n, alpha), n, "Clopper-Pearson", alpha)
 
 
+def clustered_share(hits: npt.ArrayLike, sizes: npt.ArrayLike, *, alpha: float) -> Estimate:
+    """Share of hits, pooled, where those of a cluster are not independent (repeats of a prompt).
+
+    `hits[g]` of the `sizes[g]` cases of cluster g. Limits are Clopper and Pearson's, exact near 0
+    and 1, where shares of interest are and a t-interval over clusters is far too short. They are
+    those of (sum n)^2 / sum n^2 cases (Kish 1965), the clusters where all are of one size: as if
+    all cases of a cluster came out alike, which is the worst. n counts clusters.
+
+    Raises:
+        ValueError: arrays of different length.
+    """
+    k, n = (np.asarray(x, dtype=float) for x in (hits, sizes))
+    if k.shape != n.shape:
+        raise ValueError("counts of clusters of different length")
+    k, n = k[n > 0], n[n > 0]
+    clusters, total = int(n.size), float(n.sum())
+    if clusters == total:
+        return clopper_pearson(int(k.sum()), clusters, alpha=alpha)
+    share, independent = float(k.sum()) / total, total**2 / float((n**2).sum())
+    limits = _beta_limits(share * independent, independent, alpha)
+    method = f"Clopper-Pearson, {clusters} prompts as clusters"
+    return Estimate(share, *limits, clusters, method, alpha)
+
+
 def zero_events_bound(n: int, *, alpha: float = 0.05) -> float:
     """Upper limit of a rate after n cases without an event: 1 - alpha^(1/n); 1 for n = 0."""
     return 1 - alpha ** (1 / n) if n > 0 else 1.0
