@@ -7,23 +7,12 @@ busy machine and the reason why speculation stops paying under load.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from speccheck.records import Receipt
-
-
-def tokens_per_round(rates: Sequence[float]) -> float:
-    """Expected tokens per verify step: 1 + sum over k of the chance that k drafts are accepted.
-
-    `rates[i]` is the conditional acceptance of position i+1, given that those before were accepted.
-
-    >>> round(tokens_per_round([0.8] * 4), 4)
-    3.3616
-    """
-    return 1 + float(np.cumprod(np.asarray(rates, dtype=float)).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,28 +40,9 @@ class Costs:
         return float(np.interp(drafted, [k for k, _ in points], [cost for _, cost in points]))
 
 
-def speedup(rates: Sequence[float], costs: Costs) -> float:
-    """Tokens per unit of cost, against 1 for target-only. `rates` as in `tokens_per_round`.
-
-    Raises:
-        KeyError: the verify step was not calibrated at this proposal length.
-    """
-    k = len(rates)
-    return tokens_per_round(rates) / (k * costs.draft + costs.verify[k] + costs.rollback)
-
-
 def break_even_acceptance(k: int, costs: Costs) -> float:
     """Accepted/drafted at which speculation neither gains nor loses at proposal length k."""
     return (k * costs.draft + costs.verify[k] - 1 + costs.rollback) / k
-
-
-def best_proposal_length(rates: Sequence[float], costs: Costs) -> int:
-    """The k (0: target-only) with the largest speed-up among those drafted and calibrated.
-
-    No claim is made beyond the measured positions.
-    """
-    ks = [k for k in range(len(rates) + 1) if k == 0 or k in costs.verify]
-    return max(ks, key=lambda k: 1.0 if k == 0 else speedup(rates[:k], costs))
 
 
 def saved_passes(accepted: float, drafted: float, rounds: float, k: float, costs: Costs) -> float:

@@ -9,12 +9,7 @@ import pytest
 from rule_receipts import receipt
 from scipy import stats as sp
 
-from speccheck import quality, speed, stats
-
-
-def test_extra_arithmetic_of_a_round():
-    """2.1: at a .8, g 4, c .05 a token costs 1.547 times the arithmetic of a plain step."""
-    assert (4 * 0.05 + 5) / speed.tokens_per_round([0.8] * 4) == pytest.approx(1.547, abs=5e-4)
+from speccheck import quality, stats
 
 
 def test_positions_of_a_noise_floor():
