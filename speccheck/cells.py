@@ -6,6 +6,12 @@ mirrored from round to round; so a cell (load x k) is compared within pairs, and
 does to a whole turn is noise between rounds. The interval of a ratio is therefore clustered by
 rounds, and by prompts.
 
+One length is chosen out of those of a load, so their ratios share its level: each has 1/m of it
+where there are m (Bonferroni). Their intervals then hold all at once, and that of the chosen one
+after the choice; at a level of its own each, the best of five useless lengths would "pay" far more
+often than one time in twenty. Loads share nothing: each is a cohort with a decision of its own, as
+cohorts are everywhere (STATS 4.1).
+
 A sweep with a budget looks while it runs. A cell is judged after 2, 4, 8 ... rounds and look j has
 the level ALPHA/(j (j + 1)), which adds up to ALPHA over however many looks: an interval of such a
 cell holds its truth although it was looked at before. A sweep that ends between looks is judged at
@@ -216,7 +222,7 @@ def arm_key(route: str, task: str, concurrency: int, k: int) -> str:
 
 
 def look_alpha(rounds: int) -> float:
-    """One-sided level of a cell looked at after 2, 4, 8 ... rounds; their sum is below ALPHA.
+    """One-sided level of a load looked at after 2, 4, 8 ... rounds; their sum is below ALPHA.
 
     >>> [round(look_alpha(rounds), 4) for rounds in (2, 4, 8)]
     [0.025, 0.0083, 0.0042]
@@ -258,8 +264,9 @@ def _cell(load: _Members, k: int) -> Cell:
     pairs = pair_receipts([*load.target, *spec]).pairs
     rounds = sorted({t.block for t, _ in pairs})
     alpha = look_alpha(len(rounds)) if _is_sequential(spec) else ALPHA
-    ratios = {name: _paired(pairs, get, alpha) for name, get in RATIOS.items()}
-    throughput = _throughput_ratio(load, pairs, alpha)
+    lengths = len(load.by_k)
+    ratios = {name: _paired(pairs, get, alpha, lengths) for name, get in RATIOS.items()}
+    throughput = _throughput_ratio(load, pairs, alpha, lengths)
     if throughput is not None:
         ratios["throughput"] = throughput
     verdict = verdict_of(ratios["e2e"], load.limit)
@@ -287,20 +294,23 @@ def _cell(load: _Members, k: int) -> Cell:
         if known and load.calibration is not None
         else None,
         verdict=verdict,
-        needed=_needed(ratios["e2e"], load.limit, len(pairs), len(rounds), spec)
+        needed=_needed(load, ratios["e2e"], len(pairs), len(rounds), spec)
         if verdict == "open"
         else None,
-        slices=_slices(pairs, alpha),
+        slices=_slices(pairs, alpha, lengths),
     )
 
 
 def _needed(
-    ratio: Estimate, limit: float, n_pairs: int, n_rounds: int, spec: Sequence[Receipt]
+    load: _Members, ratio: Estimate, n_pairs: int, n_rounds: int, spec: Sequence[Receipt]
 ) -> int | None:
     """Pairs of the rounds that would decide it, to whichever side it leans."""
-    alpha_at = look_alpha if _is_sequential(spec) else lambda _: ALPHA
-    no_gain = min(limit, 1 - INDIFFERENT)
-    sides = [limit] if ratio.value < limit else []
+
+    def alpha_at(rounds: int) -> float:
+        return (look_alpha(rounds) if _is_sequential(spec) else ALPHA) / len(load.by_k)
+
+    no_gain = min(load.limit, 1 - INDIFFERENT)
+    sides = [load.limit] if ratio.value < load.limit else []
     sides += [no_gain] if ratio.value > no_gain else []
     rounds = [
         more
@@ -310,7 +320,9 @@ def _needed(
     return math.ceil(min(rounds) * n_pairs / n_rounds) if rounds else None
 
 
-def _slices(pairs: Sequence[tuple[Receipt, Receipt]], alpha: float) -> tuple[Slice, ...]:
+def _slices(
+    pairs: Sequence[tuple[Receipt, Receipt]], alpha: float, lengths: int
+) -> tuple[Slice, ...]:
     bands = sorted({t.prompt_band for t, _ in pairs})
     if len(bands) < 2:
         return ()
@@ -319,7 +331,8 @@ def _slices(pairs: Sequence[tuple[Receipt, Receipt]], alpha: float) -> tuple[Sli
         mine = [(t, s) for t, s in pairs if t.prompt_band == band]
         drafting = [s for _, s in mine if s.proposed_tokens and s.has_counts]
         acceptance = _by_prompt(stats.acceptance_rate, drafting, _accepted, _proposed, alpha)
-        found.append(Slice(band, len(mine), _paired(mine, RATIOS["e2e"], alpha), acceptance))
+        ratio = _paired(mine, RATIOS["e2e"], alpha, lengths)
+        found.append(Slice(band, len(mine), ratio, acceptance))
     return tuple(found)
 
 
@@ -340,24 +353,31 @@ def _paired(
     pairs: Sequence[tuple[Receipt, Receipt]],
     get: Callable[[Receipt], float | None],
     alpha: float,
+    lengths: int,
 ) -> Estimate:
-    """Geometric mean ratio of the pairs, clustered by round and by prompt."""
+    """Geometric mean ratio of the pairs, clustered by round and by prompt, one of `lengths` that
+    share the level `alpha`.
+    """
     known = [(t, a, b) for t, s in pairs if (a := get(t)) is not None and (b := get(s)) is not None]
     ratio = stats.geometric_mean_ratio(
         [a for _, a, _ in known],
         [b for _, _, b in known],
-        alpha=alpha,
+        alpha=alpha / lengths,
         blocks=[t.block for t, _, _ in known],
         prompts=[t.prompt_id for t, _, _ in known],
     )
-    method = ratio.method.replace("blocks", "rounds")
+    method = ratio.method.replace("blocks", "rounds") + _for_all(lengths)
     if alpha != ALPHA:
         method += ", valid after repeated looks"
     return replace(ratio, method=method)
 
 
+def _for_all(lengths: int) -> str:
+    return f", for all {lengths} k at once" if lengths > 1 else ""
+
+
 def _throughput_ratio(
-    load: _Members, pairs: Sequence[tuple[Receipt, Receipt]], alpha: float
+    load: _Members, pairs: Sequence[tuple[Receipt, Receipt]], alpha: float, lengths: int
 ) -> Estimate | None:
     """Delivered tokens per second of a turn over that of target-only in the same round."""
     both: dict[int, tuple[float, float]] = {}
@@ -369,8 +389,9 @@ def _throughput_ratio(
     if not both:
         return None
     target, speculative = zip(*both.values(), strict=True)
-    ratio = stats.geometric_mean_ratio(target, speculative, alpha=alpha)
-    return replace(ratio, method=f"geometric mean over {len(both)} rounds, t-interval")
+    ratio = stats.geometric_mean_ratio(target, speculative, alpha=alpha / lengths)
+    method = f"geometric mean over {len(both)} rounds, t-interval{_for_all(lengths)}"
+    return replace(ratio, method=method)
 
 
 def _throughput(turn: Sequence[Receipt]) -> float | None:
@@ -528,6 +549,7 @@ def _best(load: _Members, cells: Sequence[Cell]) -> tuple[int | None, tuple[int,
             _same_prompts(load.by_k[leader.k], load.by_k[cell.k]),
             RATIOS["e2e"],
             leader.ratios["e2e"].alpha,
+            1,
         )
         if not direct.is_known or direct.low <= 1:
             equal.append(cell.k)

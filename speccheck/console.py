@@ -435,6 +435,8 @@ def sweep_page(result: SweepResult, *, with_figures: bool) -> None:
 
 def sweep_lines(result: SweepResult, *, with_figures: bool) -> list[str]:
     """The page of a sweep, 80 columns wide where there are up to five proposal lengths."""
+    from speccheck.measure import ALPHA
+
     lines: list[str] = []
     for (route, task), loads in _by_family(result.loads).items():
         ks = sorted({cell.k for load in loads for cell in load.cells})
@@ -470,7 +472,10 @@ def sweep_lines(result: SweepResult, *, with_figures: bool) -> list[str]:
         lines += _wrapped(f"  open: {text}")
     if len(result.open_cells) > _OPEN_SHOWN:
         lines.append(f"  and {len(result.open_cells) - _OPEN_SHOWN} more; --json has them all")
-    lines.append("n, method and level of every interval: --json")
+    lines += _wrapped(
+        f"level: {ALPHA:.0%} a side for each load, shared by all its k; where nothing pays, up to"
+        " that share of the loads would be said to pay. n and method of every interval: --json"
+    )
     return lines
 
 

@@ -114,21 +114,20 @@ class Standing:
             self.late += 1
             return
         self.valid.append(receipts)
-        for k in {r.k for r in receipts if r.arm == Arm.SPECULATIVE and r.k}:
-            self.rounds[k] += 1
-            if budget.last_look(self.rounds[k]) == self.rounds[k]:
-                self._look(k)
+        took_part = {r.k for r in receipts if r.arm == Arm.SPECULATIVE and r.k}
+        self.rounds.update(took_part)
+        at_look = {k for k in took_part if budget.last_look(self.rounds[k]) == self.rounds[k]}
+        if at_look:
+            self._look(at_look)
 
-    def _look(self, k: int) -> None:
-        mine = [
-            r for members in self.valid for r in members if r.arm == Arm.TARGET_ONLY or r.k == k
-        ]
-        self.needed[k] = [
-            cell.needed
-            for found in cells.loads(mine, limits=self.limits)
-            for cell in found.cells
-            if cell.verdict == "open"
-        ]
+    def _look(self, ks: set[int]) -> None:
+        """Judge the cells of these lengths, beside all others of the load: they share a level."""
+        mine = [r for members in self.valid for r in members]
+        self.needed |= {k: [] for k in ks}
+        for found in cells.loads(mine, limits=self.limits):
+            for cell in found.cells:
+                if cell.k in ks and cell.verdict == "open":
+                    self.needed[cell.k].append(cell.needed)
 
     def lengths(self) -> list[int]:
         """Proposal lengths of the next round: those that lack rounds or a verdict."""

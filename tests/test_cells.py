@@ -273,6 +273,34 @@ def test_looking_while_it_runs_keeps_the_level(rng):
     assert ever_pays(rng, lambda _: 0.05) > 0.1
 
 
+def test_the_lengths_of_a_load_share_its_level(rng):
+    """By hand, from scipy: the ratio of each of four lengths at a quarter of 5 %, so that all four
+    intervals hold at once; other loads, and a length alone, do not pay for them.
+    """
+    lengths = {1: 19.0, 2: 18.0, 3: 17.0, 5: 20.0}
+    receipts = swept(rng, 4, 20.0, lengths, rounds=6, round_noise=0.05)
+    alone = [r for r in receipts if r.k in (None, 3)]
+    other = swept(rng, 8, 20.0, {3: 15.0}, rounds=6)
+    (load, second) = cells.loads([*receipts, *other])
+    times = {(r.pair_id, r.k): r.last_token_ns / 1e9 for r in receipts}
+    for cell in load.cells:
+        mine = [r for r in receipts if r.k == cell.k]
+        logs = [math.log(times[r.pair_id, r.k] / times[r.pair_id, None]) for r in mine]
+        means = np.array(logs).reshape(6, -1).mean(axis=1)
+        reach = sp.t.isf(0.05 / 4, 5) * means.std(ddof=1) / math.sqrt(6)
+        ratio = cell.ratios["e2e"]
+        assert (ratio.low, ratio.high) == pytest.approx(
+            (math.exp(means.mean() - reach), math.exp(means.mean() + reach))
+        )
+        assert ratio.alpha == cell.ratios["throughput"].alpha == 0.05 / 4
+        assert "for all 4 k at once" in ratio.method
+    assert second.cells[0].ratios["e2e"].alpha == 0.05
+    (single,) = cells.loads(alone)
+    assert single.cells[0].ratios["e2e"].alpha == 0.05
+    looked = cells.loads([replace(r, decision_reason=SEQUENTIAL) for r in receipts])[0]
+    assert looked.cells[0].ratios["e2e"].alpha == cells.look_alpha(6) / 4
+
+
 def test_an_open_cell_says_what_would_decide_it(rng):
     """Once it has the pairs that it asked for, most cells are decided; and it leans both ways."""
     decided = 0
