@@ -28,6 +28,7 @@ from speccheck.measure import (
     acceptance_rate,
     blamed_options,
     clusters_of,
+    few_prompts,
     is_control,
     is_error,
     is_refused,
@@ -120,6 +121,8 @@ class MatrixRow:
     n_target: int
     n_speculative: int
     n_pairs: int
+    n_prompts: int
+    """Different prompts that the compared requests are of."""
     unpaired: int
     """Requests that should have a partner and have none."""
     k: int | None
@@ -433,7 +436,12 @@ def _row(
     if key[DIMENSIONS.index("stage")] == SWEEP:
         results, best, tie = _swept(members)
     else:
-        results = tuple(_k_result(k, arms) for k, arms in sorted(by_k.items()) if arms.n)
+        lengths = sum(k > 0 and arms.n > 0 for k, arms in by_k.items())
+        results = tuple(
+            _k_result(k, arms, ALPHA / max(lengths, 1))
+            for k, arms in sorted(by_k.items())
+            if arms.n
+        )
         best, tie = _best_k(results)
     arms = by_k[best.k] if best else everything
     k = best.k if best and best.k > 0 else None
@@ -460,6 +468,7 @@ def _row(
         n_target=len(arms.target),
         n_speculative=len(spec),
         n_pairs=arms.n if arms.is_paired else 0,
+        n_prompts=len({r.prompt_id for side in arms.compared for r in side}),
         unpaired=everything.unpaired,
         k=k,
         by_k=results,
@@ -532,16 +541,17 @@ def _by_k(members: Sequence[Receipt]) -> dict[int, list[Receipt]]:
     return groups
 
 
-def _k_result(k: int, arms: _Arms) -> KResult:
+def _k_result(k: int, arms: _Arms, alpha: float) -> KResult:
+    """One length; `alpha` is the cohort's level, shared by its lengths: the best is chosen."""
     get = LATENCIES["e2e"]
     target, speculative = arms.times(get)
     sides = arms.timed(get)
     if arms.is_paired:
         clusters = clusters_of(list(zip(*sides, strict=True)))
-        ratio = stats.geometric_mean_ratio(target, speculative, alpha=ALPHA, **clusters)
+        ratio = stats.geometric_mean_ratio(target, speculative, alpha=alpha, **clusters)
     else:
         prompts = _repeated_prompts(sides)
-        ratio = stats.unpaired_mean_ratio(target, speculative, alpha=ALPHA, prompts=prompts)
+        ratio = stats.unpaired_mean_ratio(target, speculative, alpha=alpha, prompts=prompts)
     return KResult(k, arms.n, ratio, *_acceptance(arms.speculative))
 
 
@@ -764,6 +774,8 @@ def _judge_row(
     needed = stats.needed_for_interval(ratio, limits.e2e_ratio)
     units = "pairs" if row.is_paired else "requests on each arm"
     more = f", about {needed} more {units} would decide" if needed else ""
+    if row.n_prompts < stats.FEWEST_CLUSTERS:
+        more = f"; {few_prompts(row.n_prompts)}"
     return "inconclusive", f"{takes}{within}: {wanted}{more}"
 
 

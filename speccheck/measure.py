@@ -420,10 +420,7 @@ def _latency(
         prompts=clusters.get("prompts"),
     )
     if not draws.draws:
-        note = (
-            f"{note}; from {prompts.size} different prompts, and without {stats.FEWEST_CLUSTERS}"
-            " there is no limit"
-        ).removeprefix("; ")
+        note = f"{note}; {few_prompts(prompts.size)}".removeprefix("; ")
     found = [
         measured(
             f"{name}_{label}_ratio",
@@ -475,6 +472,15 @@ def quantile_ratio(
     if p in draws.values and (not draws.draws or draws.n * min(p, 1 - p) >= stats.TAIL_VALUES):
         return draws.estimate(p, alpha=alpha)
     return stats.order_statistic_ratio(target, speculative, p, alpha=alpha)
+
+
+def few_prompts(n: int) -> str:
+    """Why a quantile of so few different prompts has no limits, and what mends it, in words."""
+    prompts = "1 prompt" if n == 1 else f"{n} different prompts"
+    return (
+        f"these are of {prompts}, and under {stats.FEWEST_CLUSTERS} a quantile has no limits,"
+        " however often each is sent: give the route more prompts"
+    )
 
 
 def _times_note(target_s: float, speculative_s: float, label: str, note: str) -> str:

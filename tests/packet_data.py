@@ -303,6 +303,7 @@ def cohort(
         n_target=150,
         n_speculative=150,
         n_pairs=150,
+        n_prompts=75,
         unpaired=0,
         k=4,
         by_k=(KResult(4, 150, e2e, estimate(0.662, 0.641, 0.683), estimate(3.65, 3.52, 3.78)),),

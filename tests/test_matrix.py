@@ -522,6 +522,11 @@ def test_repeats_of_one_prompt_are_no_cohort(rng):
     assert row.e2e_ratio.high == math.inf
     for cell in row.latency:
         assert (cell.ratio.low, cell.ratio.high) == (0, math.inf)
+    assert (row.n_prompts, "needed" in row.why) == (1, False)
+    assert row.why.endswith(
+        "undecided; these are of 1 prompt, and under 5 a quantile has no limits, however often each"
+        " is sent: give the route more prompts"
+    )
 
 
 def test_a_row_takes_prompts_as_clusters(rng):

@@ -627,6 +627,20 @@ def test_a_missing_figure_says_why() -> None:
     assert pages.figure(Missing("n 3 is under 20")) == "not measured: n 3 is under 20"
 
 
+def test_a_cohort_of_few_prompts_says_why_its_ratios_have_no_limits() -> None:
+    """Beside the ratios that lack them, with what mends it; from five on there is no need."""
+    for prompts, said in ((1, "1 prompt,"), (4, "4 different prompts,"), (5, "")):
+        row = replace(data.matrix_rows()[0], n_prompts=prompts)
+        evidence = replace(data.small(), matrix=[row])
+        shown = build_view(evidence).matrix
+        assert not isinstance(shown, Missing)
+        for group in shown.rows[0].latency:
+            whys = [line.not_measured for line in group.lines if isinstance(line, Missing)]
+            told = [why for why in whys if why.startswith("no limits: these are of")]
+            assert len(told) == bool(said)
+            assert all(said in why and "give the route more prompts" in why for why in told)
+
+
 # --- hostile texts ------------------------------------------------------------------------------
 
 

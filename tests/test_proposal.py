@@ -335,6 +335,7 @@ def row(task, prompt, heat, stage, in_flight, verdict) -> MatrixRow:
         n_target=40,
         n_speculative=40,
         n_pairs=40,
+        n_prompts=40,
         unpaired=0,
         k=4,
         by_k=(KResult(4, 40, ratio, None, None),),

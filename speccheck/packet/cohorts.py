@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 from speccheck.charts import Ratio, Ratios
 from speccheck.matrix import MatrixRow
+from speccheck.measure import ALPHA, few_prompts
 from speccheck.packet import view
 from speccheck.packet.evidence import RunEvidence
 from speccheck.packet.parts import interval, known, listed
 from speccheck.packet.settings import setting_lines
 from speccheck.packet.view import Figure, Mark, Missing
+from speccheck.stats import FEWEST_CLUSTERS
 
 LABEL_CHARS = 36
 """Longest cohort name in a chart; the row's number stands beside it."""
@@ -31,6 +33,7 @@ def matrix_view(evidence: RunEvidence) -> view.MatrixView | Missing:
         return Missing("no cohort was measured on both arms")
     verdicts: Counter[str] = Counter(row.verdict for row in evidence.matrix)
     return view.MatrixView(
+        level=Figure("", ALPHA, "share"),
         counts=tuple(
             Figure(mark.word, verdicts[verdict], "count")
             for verdict, mark in COHORT_MARKS.items()
@@ -117,6 +120,8 @@ def _latency(metric: str, row: MatrixRow) -> view.LatencyGroup:
             else f"{min(row.n_target, row.n_speculative)} requests on the smaller arm"
         )
         lines.append(Missing(f"{have} are too few for {listed(short)}"))
+    if cells and row.n_prompts < FEWEST_CLUSTERS:
+        lines.append(Missing(f"no limits: {few_prompts(row.n_prompts)}"))
     return view.LatencyGroup(METRIC_NAMES[metric], tuple(lines))
 
 

@@ -373,6 +373,8 @@ class MatrixView:
 
     counts: tuple[Figure, ...]
     """Cohorts by verdict."""
+    level: Figure
+    """One-sided level of a row, which its proposal lengths share."""
     warnings: tuple[str, ...]
     advice: tuple[str, ...]
     rows: tuple[CohortRow, ...]
