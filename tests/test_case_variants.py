@@ -389,6 +389,6 @@ def test_a_route_with_a_single_prompt(product: Product, monkeypatch: pytest.Monk
     assert told.finding("min_acceptance_rate")["estimate"]["low"] == 0
     tpot = told.finding("max_tpot_p95_regression")
     assert tpot["verdict"] == "inconclusive"
-    assert "1 different prompts" in tpot["why"]
+    assert "these are of 1 prompt, and under 5" in tpot["why"]
     assert "about 1 more" not in told.text
     assert {row["verdict"] for row in matrix.json["rows"]} == {"inconclusive"}
