@@ -619,7 +619,7 @@ class Stream:
             elif not dialects.KEYS.isdisjoint(chunk):
                 self._take_dialect(chunk)
             for choice in chunk.get("choices") or ():
-                self._take_choice(chunk, choice, choice.get("delta") or _text_of(choice), at_ns)
+                self._take_choice(chunk, choice, delta_of(choice), at_ns)
         except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as wrong:
             self.fail(Outcome.ERROR, "bad_stream", f"not a chat chunk: {_one_line(wrong)}")
             return None
@@ -704,6 +704,11 @@ class Stream:
             self.prompt_token_ids = _ids(
                 chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
             )
+
+    @property
+    def n_ended(self) -> int:
+        """Choices that have come to an end."""
+        return sum(one.finish_reason is not None for one in (self.first, *self.others.values()))
 
     def fail(self, outcome: Outcome, error_class: str, message: str) -> None:
         """Note why the attempt failed; the first cause stands."""
@@ -860,6 +865,11 @@ class Stream:
         if stop is not None and not stop.lstrip("-").isdecimal():
             return "ended on a stop string, for which the engine sends no metrics"
         return "the server sent no per-request metrics"
+
+
+def delta_of(choice: Mapping[str, Any]) -> dict[str, Any]:
+    """What a chunk adds to a choice, in the words of a chat."""
+    return choice.get("delta") or _text_of(choice)
 
 
 def _text_of(choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from speccheck.gateway.joint import (
     chunk,
     continuation,
     usage_chunk,
+    usage_of,
 )
 from speccheck.records import Handover
 
@@ -312,7 +313,7 @@ def test_chunks_after_the_joint_look_like_those_before():
             }
         ],
     }
-    assert usage_chunk(head, 5, 9)["usage"] == {
+    assert usage_chunk(head, usage_of(5, 9))["usage"] == {
         "prompt_tokens": 5,
         "completion_tokens": 9,
         "total_tokens": 14,

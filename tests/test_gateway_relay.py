@@ -141,7 +141,8 @@ def test_what_the_client_did_not_ask_for_is_cut_out(tmp_path):
 def test_what_attached_servers_want_and_refuse_is_heeded(tmp_path):
     """`extra` goes with each request, under the client's own words; `omit` is not added."""
     omit = frozenset({"stream_options", "return_token_ids"})
-    with gateway(tmp_path, extra={"a": 1, "max_tokens": 3}, omit=omit) as running:
+    extra = {"a": 1, "max_tokens": 3}
+    with gateway(tmp_path, extra=extra, omit=omit, hand_over="join") as running:
         call(running, STREAM)
         sent = running.speculative.seen[0].body
         assert sent == {**STREAM, "a": 1}

@@ -39,6 +39,11 @@ Scope = Mapping[str, Any]
 _JSON: list[Header] = [(b"content-type", b"application/json")]
 _ASK_S = 2.0
 """For what the gateway asks target-only on its own account: health, prompt length."""
+_TOKENIZED = (
+    *("model", "messages", "prompt", "tools", "chat_template", "chat_template_kwargs"),
+    *("add_generation_prompt", "continue_final_message", "add_special_tokens"),
+)
+"""What a prompt is made of."""
 _PASSED_ON = Decided(Arm.TARGET_ONLY, None, "target_only", "not a chat or completion request")
 _ADMIN = "/speccheck/"
 
@@ -97,7 +102,9 @@ class App:
             return
         if body is None:
             return  # the client went away
-        asked = asking.read(scope["path"], body) if scope["method"] == "POST" else None
+        asked = None
+        if scope["method"] == "POST":
+            asked = asking.read(scope["path"], body, self._gate.extra)
         if asked is None:
             self._gate.meters.passed_on()
             await _unless_gone(receive, self._pass_on(scope, body, send), lambda: False)
@@ -139,7 +146,7 @@ class App:
             return
         if position("mirror", relay.request_id) >= mirror.share:
             return
-        if gate.mirrors >= mirror.max_in_flight:
+        if len(self._mirrors) >= mirror.max_in_flight:
             gate.meters.mirrored("skipped")
             return
         gate.meters.mirrored("sent")
@@ -149,21 +156,14 @@ class App:
             send=nowhere,
             is_mirror=True,
         )
-        task = asyncio.create_task(self._mirrored(copy))
+        task = asyncio.create_task(copy.run())
         self._mirrors.add(task)
         task.add_done_callback(self._mirrors.discard)
-
-    async def _mirrored(self, copy: Relay) -> None:
-        self._gate.mirrors += 1
-        try:
-            await copy.run()
-        finally:
-            self._gate.mirrors -= 1
 
     async def _count(self, asked: Asked, headers: list[Header]) -> int | None:
         """Prompt length by target-only's own tokenizer; None where it does not say in time."""
         gate, body = self._gate, asked.body
-        wanted = {name: body[name] for name in ("model", "messages", "prompt") if name in body}
+        wanted = {name: body[name] for name in _TOKENIZED if name in body}
         sent = [(n, v) for n, v in upstream_headers(headers, gate.api_key) if n == "authorization"]
         with suppress(TimeoutError, aiohttp.ClientError, OSError, ValueError, KeyError, TypeError):
             async with (
@@ -188,6 +188,7 @@ class App:
         told = gate.told(Arm.TARGET_ONLY, _PASSED_ON)
         try:
             async with (
+                asyncio.timeout(limits.total_s),
                 asyncio.timeout(limits.connect_s + limits.first_byte_s) as timer,
                 gate.raw_session.request(
                     scope["method"],
@@ -197,7 +198,8 @@ class App:
                     allow_redirects=False,
                 ) as response,
             ):
-                headers = client_headers(response, keep_encoding=True)
+                url = gate.arms[Arm.TARGET_ONLY].url
+                headers = client_headers(response, url, keep_encoding=True)
                 start = {"type": "http.response.start", "status": response.status}
                 timer.reschedule(None)
                 await send({**start, "headers": [*headers, *told]})

@@ -23,8 +23,14 @@ PATHS: Mapping[str, Kind] = {
     "/v1/completions": "completion",
 }
 
-NO_MAX_TOKENS: Mapping[Kind, int | None] = {"chat": None, "completion": 16}
-"""Answer length where a request names none (vLLM): what fits the model, or 16."""
+_COMPLETION_TOKENS = 16
+"""Length of a completion whose request says nothing of it; a chat may take what fits (vLLM)."""
+
+_MOST_NESTED = 200
+"""Arrays and objects in one another; servers take no more (pydantic), and we write what we read."""
+
+_OURS = ("k", "speculation")
+"""Extensions by which the embedded engine speculates more or less: the policy's to say."""
 
 _STRUCTURED = {
     "guided_json": "json_schema",
@@ -72,6 +78,17 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 _PENALTIES = ("frequency_penalty", "presence_penalty")
 
+_NUMBERS = frozenset({*("temperature", "top_p", "min_p", "repetition_penalty"), *_PENALTIES})
+_WHOLE = frozenset(
+    {
+        *("max_tokens", "max_completion_tokens", "n", "best_of", "top_k", "seed", "min_tokens"),
+        *("top_logprobs", "prompt_logprobs"),
+    }
+)
+_YES_OR_NO = frozenset(
+    {"include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "echo", "use_beam_search"}
+)
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -93,17 +110,17 @@ class Asked:
     @cached_property
     def wants_usage(self) -> bool:
         """Whether the client asked for the last chunk, with usage."""
-        return self._stream_options.get("include_usage") is True
+        return self.stream_options.get("include_usage") is True
 
     @cached_property
     def wants_running_usage(self) -> bool:
         """Whether the client asked for usage in every chunk."""
-        return self.wants_usage and self._stream_options.get("continuous_usage_stats") is True
+        return self.wants_usage and self.stream_options.get("continuous_usage_stats") is True
 
     @property
-    def _stream_options(self) -> Mapping[str, Any]:
-        options = self.body.get("stream_options")
-        return options if isinstance(options, Mapping) else {}
+    def stream_options(self) -> Mapping[str, Any]:
+        """What the client wants in its stream."""
+        return self.body.get("stream_options") or {}
 
     @cached_property
     def max_tokens(self) -> int | None:
@@ -112,9 +129,22 @@ class Asked:
         return next((n for name in names if (n := _whole(self.body.get(name))) is not None), None)
 
     @property
+    def limit(self) -> int | None:
+        """The same with the default of those that say nothing; None: what fits the model."""
+        is_silent = self.kind == "completion" and "max_tokens" not in self.body
+        return _COMPLETION_TOKENS if is_silent else self.max_tokens
+
+    @property
     def n(self) -> int:
         """Choices asked for."""
         return _whole(self.body.get("n")) or 1
+
+    @property
+    def n_choices(self) -> int:
+        """Choices that the answer has: n of each prompt."""
+        prompt = self.body.get("prompt")
+        n_prompts = len(prompt) if isinstance(prompt, list) and not self._one_prompt else 1
+        return self.n * n_prompts
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -200,6 +230,30 @@ class Asked:
         return next((name for name in ("min_p", "logit_bias") if name in self.features), "")
 
     @cached_property
+    def unreadable(self) -> str:
+        """A field that decides something and is not of its type; empty: none.
+
+        A server may yet take "3" and 3.0 for 3, and would then do what nobody here decided.
+        """
+        return next(
+            (name for name, value in self.body.items() if not self._is_read(name, value)), ""
+        )
+
+    def _is_read(self, name: str, value: Any) -> bool:
+        if value is None:
+            return True
+        if name in _NUMBERS:
+            return _number(value) is not None
+        if name in _WHOLE or (name == "logprobs" and self.kind == "completion"):
+            return _whole(value) is not None
+        if name in _YES_OR_NO or name == "logprobs":
+            return _is_bool(value)
+        if name == "stop":
+            many = value if isinstance(value, list) else [value]
+            return all(isinstance(one, str) for one in many)
+        return True
+
+    @cached_property
     def not_joinable(self) -> str:
         """Why a running answer could not be continued exactly from its ids; empty: it could.
 
@@ -226,11 +280,6 @@ class Asked:
             return f"{name}: the rest of such an answer cannot be asked for alone"
         if not self._one_prompt:
             return "several prompts in one request"
-        stop = body.get("stop")
-        if stop is not None and not isinstance(stop, str | list):
-            return "stop is not readable"
-        if "temperature" in body and _number(body["temperature"]) is None:
-            return "temperature is not readable"
         return ""
 
     @property
@@ -250,7 +299,6 @@ class Asked:
         band = headers.get("x-speccheck-output-band")
         prompt = self.body.get("prompt")
         is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-        limit = self.max_tokens
         return Facts(
             route=headers.get("x-speccheck-route"),
             task=headers.get("x-speccheck-task"),
@@ -258,7 +306,7 @@ class Asked:
             priority=headers.get("x-speccheck-priority", "normal"),
             prompt_tokens=len(prompt) if isinstance(prompt, list) and is_ids else None,
             output_band=band if band in ("short", "medium", "long") else None,
-            max_tokens=NO_MAX_TOKENS[self.kind] if limit is None else limit,
+            max_tokens=self.limit,
             temperature=_number(self.body.get("temperature")),
             features=self.features,
         )
@@ -268,8 +316,11 @@ class Asked:
         return {name: value for name, value in self.body.items() if name in _CARRIED}
 
 
-def read(path: str, raw: bytes) -> Asked | None:
-    """The request in a body, or None where it is none that the gateway understands."""
+def read(path: str, raw: bytes, extra: Mapping[str, Any] | None = None) -> Asked | None:
+    """The request in a body, or None where it is none that the gateway understands.
+
+    `extra` is what every request carries beside what its client sent: it is part of what is asked.
+    """
     kind = PATHS.get(path)
     if kind is None:
         return None
@@ -277,7 +328,36 @@ def read(path: str, raw: bytes) -> Asked | None:
         body = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    return Asked(kind, body) if isinstance(body, dict) else None
+    if not isinstance(body, dict) or not _is_shallow(raw, body):
+        return None
+    body = {**(extra or {}), **{name: body[name] for name in body if name not in _OURS}}
+    options = body.get("stream_options")
+    switches = [body.get("stream"), body.get("return_token_ids")]
+    if isinstance(options, dict):
+        switches += [options.get("include_usage"), options.get("continuous_usage_stats")]
+    elif options is not None:
+        return None
+    # Servers take 1 and "true" for true, and the answer would come in another form than is read.
+    if not all(one is None or _is_bool(one) for one in switches):
+        return None
+    return Asked(kind, body)
+
+
+def _is_shallow(raw: bytes, body: Any) -> bool:
+    """Whether it nests no deeper than servers read; few brackets need no look."""
+    if raw.count(b"[") + raw.count(b"{") <= _MOST_NESTED:
+        return True
+    level = [body]
+    for _ in range(_MOST_NESTED):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return True
+    return False
 
 
 def _is_bool(value: Any) -> bool:

@@ -110,6 +110,8 @@ def _policy_choice(
     if asked.unsupported:
         reason = f"vLLM refuses {asked.unsupported} when it speculates"
         return Choice("target_only", None, "", 0, reason)
+    if asked.unreadable:
+        return Choice("target_only", None, "", 0, f"{asked.unreadable} is not readable")
     said = Choice("speculate", None, "", 0, "") if policy is None else decide(policy, facts)
     if said.speculates and not_joinable:
         reason = f"no exact hand-over in mid-answer ({not_joinable})"

@@ -57,7 +57,6 @@ class Gate:
     """`attached.omit`: fields that these servers refuse; the gateway adds none of them."""
     admin_token: str | None = None
     in_flight_all: int = 0
-    mirrors: int = 0
     parses: str = ""
     """What the servers were seen to parse out of chat answers; those cannot be handed over."""
     _speculating: int = 0

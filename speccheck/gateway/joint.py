@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from speccheck.engine.text import StopMatcher
-from speccheck.gateway.asked import NO_MAX_TOKENS, Asked
+from speccheck.gateway.asked import Asked
 from speccheck.records import Handover
 
 Decode = Callable[[Sequence[int]], Awaitable[str]]
@@ -71,9 +71,7 @@ def continuation(
         raise CannotJoinError(asked.not_joinable)
     if not committed.prompt_ids:
         raise CannotJoinError("the server did not send the prompt's token ids")
-    limit = asked.max_tokens
-    if limit is None:
-        limit = NO_MAX_TOKENS[asked.kind]
+    limit = asked.limit
     if limit is None and max_model_len is None:
         raise CannotJoinError("neither request nor server says how long the answer may be")
     if limit is None:
@@ -262,10 +260,10 @@ def usage_of(n_prompt: int, n_completion: int) -> dict[str, int]:
     }
 
 
-def usage_chunk(head: Mapping[str, Any], n_prompt: int, n_completion: int) -> dict[str, Any]:
-    """The last chunk of an answer that went over a joint."""
+def usage_chunk(head: Mapping[str, Any], usage: Mapping[str, Any]) -> dict[str, Any]:
+    """The last chunk of an answer whose arm did not come to send its own."""
     common = {name: head[name] for name in _HEAD if name in head}
-    return common | {"choices": [], "usage": usage_of(n_prompt, n_completion)}
+    return common | {"choices": [], "usage": dict(usage)}
 
 
 def event(value: Mapping[str, Any]) -> bytes:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from speccheck.records import Handover, Receipt
+from speccheck.records import Receipt
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 120.0)
@@ -78,12 +78,10 @@ class Meters:
         self._requests.labels(
             receipt.route, receipt.arm, receipt.decision, str(receipt.outcome)
         ).inc()
+        if receipt.handover_kind is not None:
+            self._handovers.labels(receipt.route, str(receipt.handover_kind)).inc()
         if receipt.queue_age_s is not None and not receipt.mirror:
             self._ttft.labels(receipt.route, receipt.arm).observe(receipt.queue_age_s)
-
-    def handover(self, route: str | None, kind: Handover) -> None:
-        """An arm failed, and this is how its answer went on."""
-        self._handovers.labels(route or "", str(kind)).inc()
 
     def passed_on(self) -> None:
         """A request of another kind."""

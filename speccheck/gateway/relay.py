@@ -23,6 +23,8 @@ import aiohttp
 from speccheck.client import (
     MAX_EVENT_BYTES,
     Stream,
+    api_url,
+    delta_of,
     event_data,
     make_answer,
     make_receipt,
@@ -167,15 +169,26 @@ def upstream_headers(headers: Sequence[Header], api_key: str | None) -> list[tup
     return kept
 
 
-def client_headers(response: aiohttp.ClientResponse, *, keep_encoding: bool) -> list[Header]:
-    """A server's headers as they go back."""
+def client_headers(
+    response: aiohttp.ClientResponse, url: str, *, keep_encoding: bool
+) -> list[Header]:
+    """A server's headers as they go back; `url` is the arm's, which clients do not learn.
+
+    A redirect to the server itself becomes one to the same path here: to follow its own words, a
+    client would go round the gateway.
+    """
     dropped = _HOP_BY_HOP if keep_encoding else {*_HOP_BY_HOP, "content-encoding"}
-    return [
-        (name.lower(), value)
-        for name, value in response.raw_headers
-        if (text := name.decode("latin-1").lower()) not in dropped
-        and not text.startswith("x-speccheck-")
-    ]
+    server = api_url(url, "").encode()
+    kept = []
+    for raw_name, value in response.raw_headers:
+        name = raw_name.lower()
+        text = name.decode("latin-1")
+        if text in dropped or text.startswith("x-speccheck-"):
+            continue
+        path = value.removeprefix(server) or b"/"
+        is_own = name == b"location" and path[:1] in (b"/", b"?")
+        kept.append((name, path if is_own else value))
+    return kept
 
 
 def error_body(status: int, message: str, kind: str) -> bytes:
@@ -214,8 +227,8 @@ async def watch_stream(
             posted = await _post(gate, arm, path, json.dumps(body).encode(), headers)
             async with posted as response:
                 stream.status = response.status
-                await _check_stream(response, body)
-                on_head(client_headers(response, keep_encoding=False))
+                await _check_stream(response, gate.arms[arm].url, body)
+                on_head(client_headers(response, gate.arms[arm].url, keep_encoding=False))
                 deadline = loop.time() + limits.first_byte_s
                 timer.reschedule(deadline)
                 while data := await response.content.readany():
@@ -233,6 +246,8 @@ async def watch_stream(
                             )
                         await on_event(raw, value)
                         is_news = is_news or value is not None  # keep-alives are none
+                        if stream.is_done:
+                            break  # what follows is no part of the answer
                     await flush()
                     is_begun = is_begun or stream.first_output_ns is not None
                     is_begun = is_begun or stream.first_ids_ns is not None
@@ -286,9 +301,9 @@ async def watch_whole(
         ):
             stream.status = response.status
             if response.status != 200:
-                await _refused(response, body)
+                await _refused(response, gate.arms[arm].url, body)
             raw = await _read(response, _MAX_ANSWER)
-            back = client_headers(response, keep_encoding=False)
+            back = client_headers(response, gate.arms[arm].url, keep_encoding=False)
     except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, ValueError) as error:
         raise _lost(stream, error) from error
     except TimeoutError:
@@ -326,9 +341,11 @@ async def _post(
     raise AssertionError("unreachable")
 
 
-async def _check_stream(response: aiohttp.ClientResponse, body: Mapping[str, Any]) -> None:
+async def _check_stream(
+    response: aiohttp.ClientResponse, url: str, body: Mapping[str, Any]
+) -> None:
     if response.status != 200:
-        await _refused(response, body)
+        await _refused(response, url, body)
     if response.content_type != "text/event-stream":
         raise ArmFailedError(
             Outcome.ERROR,
@@ -338,7 +355,7 @@ async def _check_stream(response: aiohttp.ClientResponse, body: Mapping[str, Any
         )
 
 
-async def _refused(response: aiohttp.ClientResponse, body: Mapping[str, Any]) -> None:
+async def _refused(response: aiohttp.ClientResponse, url: str, body: Mapping[str, Any]) -> None:
     raw = await _read(response, _MAX_REFUSAL)
     outcome, error_class, message = refusal(response.status, raw.decode("utf-8", "replace"), body)
     raise ArmFailedError(
@@ -347,7 +364,7 @@ async def _refused(response: aiohttp.ClientResponse, body: Mapping[str, Any]) ->
         message,
         status=response.status,
         raw=raw,
-        headers=client_headers(response, keep_encoding=False),
+        headers=client_headers(response, url, keep_encoding=False),
     )
 
 
@@ -373,6 +390,8 @@ def _lost(stream: Stream, error: Exception) -> ArmFailedError:
         said = no_connection(error)
     elif isinstance(error, aiohttp.ConnectionTimeoutError):
         said = ""
+    elif isinstance(error, aiohttp.ClientResponseError):
+        said = error.message  # without the URL
     what = f"{type(error).__name__}: {said}" if said else type(error).__name__
     what = " ".join(what.split())[:300]
     if isinstance(error, aiohttp.ClientConnectorError | aiohttp.ConnectionTimeoutError):
@@ -406,33 +425,50 @@ class Relay:
     """A copy of a target-only request: its output goes nowhere, its failure concerns nobody."""
     cut_after: int | None = None
     """Events after which the speculative arm is cut off on purpose, to try the hand-over."""
-    is_started: bool = False
+    # What follows is of this copy alone: `replace` makes it anew.
+    is_started: bool = field(default=False, init=False)
     """Whether the client has the head of the answer."""
-    is_over: bool = False
+    is_over: bool = field(default=False, init=False)
     """Whether the client has all of it; what comes after is ours alone."""
-    _arm: Arm = Arm.TARGET_ONLY
-    _stream: Stream = field(default_factory=lambda: Stream(started_ns=0))
-    _handover: dict[str, Any] = field(default_factory=dict)
-    _head: dict[str, Any] = field(default_factory=dict)
-    _out: bytearray = field(default_factory=bytearray)
+    _arm: Arm = field(default=Arm.TARGET_ONLY, init=False)
+    _stream: Stream = field(default_factory=lambda: Stream(started_ns=0), init=False)
+    _handover: dict[str, Any] = field(default_factory=dict, init=False)
+    _head: dict[str, Any] = field(default_factory=dict, init=False)
+    """The last chunk with a choice that the client has from the first arm."""
+    _out: bytearray = field(default_factory=bytearray, init=False)
     """Written and not flushed: what one read of the arm brought goes out at once."""
-    _back: list[Header] = field(default_factory=list)
-    _sent: str = ""
+    _back: list[Header] = field(default_factory=list, init=False)
+    _sent: str = field(default="", init=False)
     """Text of the first choice that the client has from the first arm."""
-    _lacks_ids: bool = False
-    _n_events: int = 0
-    _in_flight: int = 1
-    _attempt: int = 0
-    _failure: ArmFailedError | None = None
+    _n_sent: int = field(default=0, init=False)
+    """Token ids of the first choice that are in events that the client has."""
+    _end: tuple[str | None, str | None] | None = field(default=None, init=False)
+    """Finish and stop reason, once the client has every choice to its end."""
+    _has_usage: bool = field(default=False, init=False)
+    """Whether the client has the chunk with usage."""
+    _lacks_ids: bool = field(default=False, init=False)
+    _n_events: int = field(default=0, init=False)
+    _in_flight: int = field(default=1, init=False)
+    _attempt: int = field(default=0, init=False)
+    _failure: ArmFailedError | None = field(default=None, init=False)
 
     async def run(self) -> None:
         """Answer the client, whatever happens, and leave a receipt for each attempt."""
         self._arm = self.decided.arm
         try:
-            async with asyncio.timeout(self.gate.config.timeouts.total_s):
+            await self._in_time()
+        except asyncio.CancelledError:
+            self._failure = ArmFailedError(Outcome.CANCELLED, "client_gone", "the client went away")
+            raise
+        finally:
+            self._leave_receipt()
+
+    async def _in_time(self) -> None:
+        seconds = self.gate.config.timeouts.total_s
+        try:
+            async with asyncio.timeout(seconds):
                 await self._on_arm()
         except TimeoutError:
-            seconds = self.gate.config.timeouts.total_s
             late = ArmFailedError(
                 Outcome.INCOMPLETE if self.is_started else Outcome.ERROR,
                 "timeout",
@@ -440,14 +476,11 @@ class Relay:
                 status=504,
             )
             self._failure = late
+            if self._handover:
+                self._handover |= {"handover_kind": Handover.BROKEN, "handover_to": None}
             with suppress(TimeoutError):
                 async with asyncio.timeout(_LAST_WORDS_S):  # a client that reads nothing gets none
                     await self._end_in_error(late)
-        except asyncio.CancelledError:
-            self._failure = ArmFailedError(Outcome.CANCELLED, "client_gone", "the client went away")
-            self._leave_receipt()
-            raise
-        self._leave_receipt()
 
     async def _on_arm(self) -> None:
         """Ask the arm that was decided, and the target-only one where that fails."""
@@ -457,9 +490,9 @@ class Relay:
             is_last = self.is_mirror or self._arm is Arm.TARGET_ONLY
             if is_last or failed.error_class in _CLIENTS_FAULT:
                 await self._end_in_error(failed)
-            elif self.is_started:
+            elif self._head:
                 await self._go_on(failed)
-            else:
+            else:  # the client has nothing, or signs of life at most
                 await self._restart(failed)
 
     async def _ask(self) -> None:
@@ -474,29 +507,38 @@ class Relay:
                 self.is_over = True
                 await self.send({"type": "http.response.body", "body": raw})
                 return
-            await watch_stream(
-                self.gate,
-                self._arm,
-                self.path,
-                self._body(),
-                self._headers(),
-                self._stream,
-                self._keep_head,
-                self._forward,
-                self._flush,
-            )
-        await self._end(b"")
+            try:
+                await watch_stream(
+                    self.gate,
+                    self._arm,
+                    self.path,
+                    self._body(),
+                    self._headers(),
+                    self._stream,
+                    self._keep_head,
+                    self._forward,
+                    self._flush,
+                )
+            except ArmFailedError as failed:
+                if self._end is None:
+                    raise
+                stream = self._stream
+                stream.first.finish_reason, stream.first.stop_reason = self._end
+                stream.warnings.append(f"after the end of the answer: {failed.line}")
+        if self._stream.is_done and self._stream.failure is None:
+            await self._finish(b"")
+        else:
+            await self._close_books()
 
     def _body(self) -> dict[str, Any]:
         """What goes to the arm: the client's body, and what receipts and hand-over need."""
         omit = self.gate.omit
-        body = {**self.gate.extra, **self.asked.body}
+        body = dict(self.asked.body)
         if self.asked.is_stream and "stream_options" not in omit:
-            options = body.get("stream_options")
-            body["stream_options"] = {
-                **(options if isinstance(options, Mapping) else {}),
-                "include_usage": True,
-            }
+            options = {**self.asked.stream_options, "include_usage": True}
+            if not self.asked.wants_usage:  # alone it means nothing, and now it would
+                options.pop("continuous_usage_stats", None)
+            body["stream_options"] = options
         if self.asked.is_stream and not self.gate.no_joint and "return_token_ids" not in omit:
             body["return_token_ids"] = True
         if self._arm is Arm.SPECULATIVE and self.decided.k is not None:
@@ -516,20 +558,25 @@ class Relay:
             if not self._stream.is_done:  # [DONE] goes out when the answer is known to be whole
                 await self._write(raw)
             return
-        choices = value.get("choices")
+        choices, stream = value.get("choices"), self._stream
         if choices:
-            self._head = value
             choice = choices[0]
-            text = (choice.get("delta") or {}).get("content") or choice.get("text")
+            text = delta_of(choice).get("content")
+            if self._end is not None and (text or choice.get("finish_reason")):
+                raise ArmFailedError(Outcome.ERROR, "bad_stream", "more after the end")
             self._lacks_ids = self._lacks_ids or bool(text and not choice.get("token_ids"))
-            if self._stream.first.reasoning:
+            if stream.first.reasoning:
                 self.gate.parses = "the server parses reasoning"
-            limit, n = self.asked.max_tokens, len(self._stream.first.token_ids)
+            limit, n = self.asked.max_tokens, len(stream.first.token_ids)
             if limit is not None and n > limit:
                 raise ArmFailedError(
                     Outcome.ERROR, "bad_stream", f"{n} tokens where {limit} were allowed"
                 )
-            self._sent += text or ""
+            self._head, self._sent, self._n_sent = value, self._sent + (text or ""), n
+            if choice.get("finish_reason") and stream.n_ended >= self.asked.n_choices:
+                self._end = stream.first.finish_reason, stream.first.stop_reason
+        elif value.get("usage"):
+            self._has_usage = True
         await self._write(stripped(self.asked, raw, value))
         self._n_events += 1
         if self._arm is Arm.SPECULATIVE and self._n_events == self.cut_after:
@@ -554,7 +601,7 @@ class Relay:
             {"type": "http.response.start", "status": status, "headers": [*headers, *told]}
         )
 
-    async def _end(self, data: bytes) -> None:
+    async def _finish(self, data: bytes) -> None:
         """The last bytes of a stream."""
         if not self.is_started:
             await self._start(200, self._back)
@@ -569,7 +616,7 @@ class Relay:
         body = error_body(failed.status or 502, message, "upstream_error")
         if self.is_started:
             if self.asked.is_stream:
-                await self._end(b"data: " + body + b"\n\n")
+                await self._finish(b"data: " + body + b"\n\n")
             return
         headers: Sequence[Header] = [(b"content-type", b"application/json")]
         if failed.raw:
@@ -608,40 +655,34 @@ class Relay:
 
     async def _go_on(self, failed: ArmFailedError) -> None:
         """The client has part of the answer: it gets the rest, or is told that there is none."""
-        stream = self._stream
-        if stream.first.finish_reason not in (None, *_NO_END) and not stream.others:
-            stream.warnings.append(f"after the end of the answer: {failed.line}")
-            await self._close_books()
-            return
-        n = len(stream.first.token_ids)
+        n = len(self._stream.first.token_ids)
+        self._note(failed, n, Handover.BROKEN)
         try:
             await self._flush()
             await self._join(failed)
         except CannotJoinError as error:
-            self._note(failed, n, Handover.BROKEN, to=None)
+            self._note(failed, n, Handover.BROKEN)
             message = f"{failed.message}; the answer cannot be continued: {error}"
             await self._end_in_error(
                 ArmFailedError(failed.outcome, failed.error_class, message, status=failed.status)
             )
         except ArmFailedError as again:
-            self._note(failed, n, Handover.BROKEN, to=None)
+            self._note(failed, n, Handover.BROKEN)
             message = f"{failed.message}; then target-only: {again.message}"
             await self._end_in_error(
                 ArmFailedError(again.outcome, again.error_class, message, status=again.status)
             )
 
-    def _note(
-        self, failed: ArmFailedError, at: int, kind: Handover, to: Arm | None = Arm.TARGET_ONLY
-    ) -> None:
+    def _note(self, failed: ArmFailedError, at: int, kind: Handover) -> None:
+        """The joint, for the receipt; noted before it is made, for clients that leave in it."""
         self._handover = {
             "handover_at": at,
             "handover_from": Arm.SPECULATIVE,
-            "handover_to": to,
+            "handover_to": None if kind is Handover.BROKEN else Arm.TARGET_ONLY,
             "handover_kind": kind,
             "handover_reason": self._redacted(failed.line),
             "error_class": failed.error_class,  # whoever judges the arm finds it where it looks
         }
-        self.gate.meters.handover(self.decided.route, kind)
 
     async def _join(self, failed: ArmFailedError) -> None:
         """Continue on target-only from what was committed."""
@@ -662,10 +703,14 @@ class Relay:
         most = body["max_tokens"]
         going_on = Continued(self.asked, committed, self._decode(), gate.special)
         held_back = await going_on.begin()
+        self._note(failed, len(committed.ids), kind)
         stream.failure, stream.error = None, ""
-        if held_back:
-            await self._give(Piece((), held_back))
-            await self._flush()
+        # The event that failed may have been read in part: the books go on from what was sent.
+        del stream.first.token_ids[self._n_sent :]
+        stream.first.text[:] = [self._sent]
+        stream.first.finish_reason = None
+        await self._give(Piece(committed.ids[self._n_sent :], held_back))
+        await self._flush()
         rest = Stream(started_ns=time.perf_counter_ns())
         n = 0
 
@@ -676,15 +721,15 @@ class Relay:
                     await self._write(raw)
                 return
             for choice in value.get("choices") or ():
-                ids = choice.get("token_ids") or ()
-                if choice.get("text") and not ids:
+                ids, text = choice.get("token_ids") or (), delta_of(choice).get("content") or ""
+                if text and not ids:
                     raise CannotJoinError("target-only sent text without token ids")
                 n += len(ids)
                 if n > most:
                     raise CannotJoinError(f"target-only sent {n} tokens where {most} were allowed")
                 piece = await going_on.feed(
                     ids,
-                    choice.get("text") or "",
+                    text,
                     choice.get("finish_reason"),
                     choice.get("stop_reason"),
                 )
@@ -704,7 +749,6 @@ class Relay:
                 on_event,
                 self._flush,
             )
-        self._note(failed, len(committed.ids), kind)
         await self._close_books()
 
     def _decode(self) -> Decode:
@@ -751,12 +795,12 @@ class Relay:
 
     async def _close_books(self) -> None:
         """Usage over both arms, and the end."""
-        last = usage_chunk(self._head, *self._counts())
         stream = self._stream
         stream.failure, stream.error, stream.is_done = None, "", True
-        if stream.first.token_ids:
-            stream.usage = dict(last["usage"])
-        await self._end(event(last) if self.asked.wants_usage else b"")
+        if stream.prompt_token_ids and stream.first.token_ids and not stream.others:
+            stream.usage = {**usage_of(*self._counts())}
+        is_owed = self.asked.wants_usage and not self._has_usage and stream.usage is not None
+        await self._finish(event(usage_chunk(self._head, stream.usage or {})) if is_owed else b"")
 
     # -- receipts ---------------------------------------------------------------------------------
 

@@ -1,0 +1,399 @@
+"""Answers and requests at the edge of what the gateway reads: nothing lost, doubled or made up."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+
+import pytest
+from gateway_pair import WAIT_S, gateway
+from scripted_server import (
+    DONE,
+    Drop,
+    Script,
+    answer,
+    as_completion,
+    chunk,
+    sse,
+    target_says,
+    text_of,
+    usage_of,
+    whole,
+)
+from test_gateway_relay import (
+    ALL,
+    BODY,
+    IDS,
+    STREAM,
+    TEXT,
+    call,
+    events_of,
+    said,
+    steps_then,
+)
+
+from speccheck.gateway.app import App
+from speccheck.gateway.asked import Asked, read
+from speccheck.gateway.choose import Decided
+from speccheck.gateway.relay import Relay, nowhere
+from speccheck.records import Arm
+
+
+def eventually(check) -> None:
+    """Once a check is true."""
+    deadline = time.monotonic() + WAIT_S
+    while not check():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def errors_of(raw: bytes) -> list:
+    return [event["error"]["message"] for event in events_of(raw) if "error" in event]
+
+
+def ids_of(raw: bytes) -> list[int]:
+    return [t for e in events_of(raw) for c in e["choices"] for t in c.get("token_ids") or ()]
+
+
+def usages_of(raw: bytes) -> list:
+    return [e["usage"] for e in events_of(raw) if not e["choices"]]
+
+
+def test_a_mirrors_answer_stays_out_of_its_primarys(tmp_path):
+    """Even where the mirror is answered first."""
+    mirrored = threading.Event()
+
+    def target(body, n):
+        assert mirrored.wait(WAIT_S)
+        return target_says()(body, n)
+
+    with gateway(tmp_path, target, mirror={"share": 1.0}) as running:
+        running.stand(share=0.0)
+        threading.Thread(target=lambda: running.kept.wait(1) and mirrored.set()).start()
+        raw = call(running, STREAM)[2]
+        assert said(raw) == (TEXT, ["stop"], ["assistant"])
+
+
+def test_an_end_that_was_not_delivered_is_no_end(tmp_path):
+    """A chunk with too many tokens and a finish reason."""
+    made = answer([[7], [8, 9]], finish="length", final_usage=False)
+    with gateway(tmp_path, speculative=lambda _b, _n: made) as running:
+        raw = call(running, {**STREAM, "max_tokens": 2})[2]
+        assert errors_of(raw)
+        receipt = running.kept.wait(1)[0]
+        assert (receipt.outcome != "ok", receipt.handover_kind) == (True, "broken")
+
+
+def test_usage_that_was_told_is_not_told_again(tmp_path):
+    """The arm dies between its usage and [DONE]."""
+    made = answer([[7], [8]], done=False)
+    made.parts.append(Drop())
+    with gateway(tmp_path, speculative=lambda _b, _n: made) as running:
+        raw = call(running, ALL)[2]
+        assert usages_of(raw) == [usage_of(5, 2)]
+
+
+def test_usage_that_nobody_knows_is_not_made_up(tmp_path):
+    """Without ids and usage of the arm there is nothing to count."""
+    made = answer([[7], [8]], ids=False, continuous_usage=False, final_usage=False, done=False)
+    made.parts.append(Drop())
+    with gateway(
+        tmp_path, speculative=lambda _b, _n: made, no_joint="x", hand_over="join"
+    ) as running:
+        raw = call(running, ALL)[2]
+        assert usages_of(raw) == []
+
+
+@pytest.mark.parametrize(
+    "last", [chunk(text_of(8), [8], finish="abort"), {**chunk(text_of(8), [8]), "usage": 5}]
+)
+def test_ids_of_an_event_that_was_not_delivered_are_delivered_later(tmp_path, last):
+    """A chunk that ends in a fault had text and ids: the client gets both, once."""
+    made = answer([[7]], finish=None, final_usage=False, done=False)
+    made.parts.append(sse(last))
+    with gateway(tmp_path, speculative=lambda _b, _n: made) as running:
+        raw = call(running, ALL)[2]
+        assert said(raw) == (TEXT, ["stop"], ["assistant"])
+        assert ids_of(raw) == IDS
+        assert usages_of(raw) == [usage_of(5, 6)]
+
+
+def test_an_abort_after_the_end_is_after_the_end(tmp_path):
+    """One finish reason, and the receipt has it."""
+    made = answer([[7], [8]], final_usage=False, done=False)
+    made.parts += [sse(chunk("", finish="abort")), DONE]
+    with gateway(tmp_path, speculative=lambda _b, _n: made) as running:
+        raw = call(running, ALL)[2]
+        assert said(raw) == (text_of(7) + text_of(8), ["stop"], ["assistant"])
+
+
+@pytest.mark.parametrize("wanted", [1, "true", "yes", 1.0])
+def test_a_stream_by_another_name(tmp_path, wanted):
+    """Servers take 1 and "true" for true."""
+    with gateway(tmp_path) as running:
+        status, headers, raw = call(running, {**BODY, "stream": wanted})
+        assert status == 200
+        assert headers["x-speccheck-arm"] == "target_only"
+        assert said(raw)[0] == TEXT
+
+
+def test_running_usage_alone_is_no_wish_for_usage(tmp_path):
+    """As in vLLM: without include_usage it means nothing."""
+    with gateway(tmp_path) as running:
+        call(running, {**STREAM, "stream_options": {"continuous_usage_stats": True}})
+        assert running.speculative.seen[0].body["stream_options"] == {"include_usage": True}
+
+
+def test_where_a_server_redirects_to_is_said_without_its_address(tmp_path):
+    """A client that follows it comes back here."""
+
+    def script(_body, _n):
+        return Script(
+            [],
+            status=307,
+            content_type=None,
+            headers={"Location": f"{up[0]}/v1/chat/completions?a=b"},
+        )
+
+    up = [""]
+    with gateway(tmp_path, script, script) as running:
+        up[0] = running.target.url
+        status, headers, _ = call(running, STREAM, "/v1/chat/completions/")
+        assert (status, headers["location"]) == (307, "/v1/chat/completions?a=b")
+
+
+def garbage_server(reply: bytes):
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve():
+        while True:
+            try:
+                one, _ = listener.accept()
+            except OSError:
+                return
+            one.recv(65536)
+            one.sendall(reply)
+            one.close()
+
+    threading.Thread(target=serve, daemon=True).start()
+    return listener
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"HTTP/9 what\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nbad header\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000 + b"\r\n\r\n",
+    ],
+)
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_a_server_that_talks_nonsense_is_not_named(tmp_path, reply, is_stream):
+    """No address of a server in an error of ours."""
+    with garbage_server(reply) as listener:
+        port = listener.getsockname()[1]
+        urls = {arm: f"http://127.0.0.1:{port}/{arm}" for arm in Arm}
+        with gateway(tmp_path, urls=urls) as running:
+            status, _, raw = call(running, {**BODY, "stream": is_stream})
+            assert status == 502
+            assert str(port).encode() not in raw
+            status, _, raw = call(running, path="/v1/models")
+            assert str(port).encode() not in raw
+
+
+def test_the_rest_is_asked_for_with_what_every_request_carries(tmp_path):
+    """attached.extra holds after the joint too, under the client's own words."""
+    with gateway(
+        tmp_path,
+        speculative=lambda _b, _n: steps_then([Drop()]),
+        extra={"top_k": 3, "temperature": 0.5},
+    ) as running:
+        assert said(call(running, STREAM)[2])[0] == TEXT
+        asked = next(s.body for s in running.target.seen if isinstance(s.body.get("prompt"), list))
+        assert (asked["top_k"], asked["temperature"]) == (3, 0)
+
+
+def test_what_every_request_carries_counts_for_what_can_be_continued(tmp_path):
+    """attached.extra may rule a hand-over out."""
+    with gateway(
+        tmp_path, speculative=lambda _b, _n: steps_then([Drop()]), extra={"frequency_penalty": 1}
+    ) as running:
+        headers = call(running, STREAM)[1]
+        assert headers["x-speccheck-arm"] == "target_only"
+
+
+UNREADABLE = (
+    *({"max_tokens": "3"}, {"max_tokens": 3.0}, {"max_completion_tokens": "3"}, {"n": "2"}),
+    *({"seed": 3.0}, {"top_k": "4"}, {"top_p": "0.5"}, {"temperature": "0"}, {"min_p": "0.1"}),
+    *({"frequency_penalty": "1"}, {"stop": {"a": 1}}, {"stop": ["a", 1]}, {"logprobs": 1}),
+    *({"include_stop_str_in_output": "true"}, {"skip_special_tokens": 0}),
+)
+
+
+@pytest.mark.parametrize("hand_over", ["refuse", "join"])
+def test_what_cannot_be_read_does_not_speculate(tmp_path, hand_over):
+    """A server may read "3" and 3.0 as 3; what is not known is nothing to decide by."""
+    with gateway(tmp_path, hand_over=hand_over) as running:
+        for field in UNREADABLE:
+            headers = call(running, {**STREAM, **field})[1]
+            assert headers["x-speccheck-arm"] == "target_only"
+            assert f"{next(iter(field))} is not readable" in headers["x-speccheck-decision"]
+
+
+def test_no_limit_in_so_many_words_is_not_the_default_one(tmp_path):
+    """VLLM's 16 tokens of a completion are for those who leave the field out."""
+    script = as_completion(steps_then([Drop()]))
+    first = json.loads(script.parts[0][6:])
+    first["choices"][0]["prompt_token_ids"] = list(range(5))
+    script.parts[0] = sse(first)
+    with gateway(tmp_path, speculative=lambda _b, _n: script) as running:
+        body = {"prompt": "hi", "stream": True, "temperature": 0, "max_tokens": None}
+        call(running, body, "/v1/completions")
+        assert running.target.seen[-1].body["max_tokens"] == 4096 - 5 - 2
+
+
+def test_a_sign_of_life_is_no_beginning(tmp_path):
+    """An arm that dies after keep-alives has told nothing: its request is sent again."""
+    with gateway(tmp_path, speculative=lambda _b, _n: Script([b": ping\n\n", Drop()])) as running:
+        raw = call(running, ALL)[2]
+        assert said(raw) == (TEXT, ["stop"], ["assistant"])
+        assert raw.startswith(b": ping\n\n")
+        first, second = running.kept.wait(2)
+        assert (first.handover_kind, second.outcome) == ("restarted", "ok")
+
+
+def test_a_client_that_leaves_in_the_joint_hides_no_failure(tmp_path):
+    """The guard of the route sees what the speculative arm did."""
+    asked = threading.Event()
+
+    def target(body, n):
+        if "tokens" in body:
+            return target_says()(body, n)
+        asked.set()
+        return Script([60.0])
+
+    with gateway(tmp_path, target, lambda _b, _n: steps_then([Drop()])) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=WAIT_S)
+        connection.request("POST", "/v1/chat/completions", json.dumps(STREAM))
+        reply = connection.getresponse()
+        assert asked.wait(WAIT_S)
+        reply.close()
+        connection.close()
+        receipt = running.kept.wait(1)[0]
+        assert receipt.outcome == "cancelled"
+        assert receipt.handover_from == "speculative"
+        assert receipt.handover_reason
+
+
+def test_a_joint_that_takes_too_long_is_a_broken_answer(tmp_path):
+    """It ends with total_s, and the receipt says what began it."""
+
+    def target(body, n):
+        return target_says()(body, n) if "tokens" in body else Script([60.0])
+
+    with gateway(
+        tmp_path, target, lambda _b, _n: steps_then([Drop()]), timeouts={"total_s": 0.5}
+    ) as running:
+        assert errors_of(call(running, STREAM)[2])
+        receipt = running.kept.wait(1)[0]
+        assert (receipt.handover_kind, receipt.handover_to) == ("broken", None)
+        assert receipt.handover_reason.startswith("connection")
+
+
+def test_one_choice_of_two_is_no_whole_answer(tmp_path):
+    """The first choice has its end, the second has not begun: an error."""
+    made = answer([[7], [8]], final_usage=False, done=False)
+    made.parts.append(Drop())
+    with gateway(tmp_path, speculative=lambda _b, _n: made, hand_over="join") as running:
+        raw = call(running, {**STREAM, "temperature": 1, "n": 2})[2]
+        assert errors_of(raw)
+        assert running.kept.wait(1)[0].outcome != "ok"
+
+
+@pytest.mark.parametrize("more", [chunk("late", [9]), {"error": {"message": "late"}}])
+def test_what_comes_after_done_is_nobodys(tmp_path, more):
+    """Whether or not it comes with the same read."""
+    made = answer([[7], [8]], continuous_usage=False)
+    data = b"".join(made.parts) + sse(more)
+    with gateway(tmp_path, speculative=lambda _b, _n: Script([data])) as running:
+        raw = call(running, ALL)[2]
+        assert raw == b"".join(made.parts)
+        receipt = running.kept.wait(1)[0]
+        assert (receipt.outcome, receipt.completion_tokens, receipt.warnings) == ("ok", 2, ())
+
+
+def test_the_prompt_that_is_counted_is_the_one_that_is_sent(tmp_path):
+    """Tools and template count."""
+    policy = {
+        "rules": [{"name": "short", "when": {"prompt_tokens": {"below": 9}}, "use": "speculate"}]
+    }
+    more = {
+        "tools": [{"type": "function"}],
+        "tool_choice": "none",
+        "chat_template_kwargs": {"a": 1},
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "chat_template": "x",
+    }
+    with gateway(
+        tmp_path,
+        lambda b, n: whole({"count": 9}) if "stream" not in b else target_says()(b, n),
+        policy=policy,
+    ) as running:
+        call(running, {**STREAM, **more})
+        asked = running.target.seen[0]
+        assert asked.path == "/tokenize"
+        assert asked.body == {
+            "messages": BODY["messages"],
+            **{k: v for k, v in more.items() if k != "tool_choice"},
+        }
+
+
+def test_how_to_speculate_is_not_the_clients_to_say(tmp_path):
+    """The engine's own switches are the policy's."""
+    with gateway(tmp_path) as running:
+        call(running, {**STREAM, "k": 50, "speculation": "off"})
+        assert not {"k", "speculation"} & set(running.speculative.seen[0].body)
+
+
+@pytest.mark.parametrize("depth", [150, 250, 990, 5000])
+def test_a_body_that_is_read_can_be_written(depth):
+    """What nests too deep for servers is passed on as the bytes it is."""
+    raw = json.dumps(STREAM).encode()[:-1] + b',"metadata":' + b"[" * depth + b"]" * depth + b"}"
+    asked = read("/v1/chat/completions", raw)
+    assert (asked is not None) == (depth < 200)
+
+
+def test_an_answer_that_is_passed_on_to_nobody_ends_in_time(tmp_path):
+    """A client that takes nothing holds its place for total_s at most."""
+    filler = Script([b"x" * 65_536] * 400, content_type="x/y")
+    with (
+        gateway(tmp_path, lambda _b, _n: filler, timeouts={"total_s": 0.5}) as running,
+        socket.socket() as client,
+    ):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+        client.connect(("127.0.0.1", running.port))
+        client.sendall(b"POST /v1/other HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
+        eventually(lambda: running.target.seen)
+        eventually(lambda: running.gate.in_flight_all == 0)
+
+
+async def test_mirrors_are_counted_from_the_moment_they_are_made(tmp_path):
+    """However many requests come in one turn of the event loop."""
+    with gateway(tmp_path, mirror={"share": 1.0, "max_in_flight": 2}) as running:
+        app = App(running.gate)
+        decided = Decided(Arm.TARGET_ONLY, "chat", "target_only", "control", is_eligible=True)
+        made = [
+            Relay(running.gate, Asked("chat", STREAM), "/x", [], decided, f"{n:032x}", 0, nowhere)
+            for n in range(5)
+        ]
+        for relay in made:
+            app._mirror(relay)
+        assert len(app._mirrors) == 2
+        for task in app._mirrors:
+            task.cancel()
+        await asyncio.gather(*app._mirrors, return_exceptions=True)
