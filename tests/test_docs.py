@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 
 from speccheck.cli import cli
@@ -59,6 +61,29 @@ def test_every_command_the_readme_names_exists() -> None:
 
 
 PROSE: set[str] = set()
+
+
+def help_pages(command: click.Command, path: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """The path of every command and group."""
+    yield path
+    for name, below in getattr(command, "commands", {}).items():
+        yield from help_pages(below, (*path, name))
+
+
+@pytest.mark.parametrize("path", list(help_pages(cli, ())), ids=" ".join)
+def test_help_is_whole_at_80_columns(path: tuple[str, ...]) -> None:
+    """No line is wider, no summary of a command is cut, and every option says what it is for."""
+    command: click.Command = cli
+    for name in path:
+        assert isinstance(command, click.Group)
+        command = command.commands[name]
+    with click.Context(command, info_name=" ".join(("speccheck", *path))) as context:
+        context.terminal_width = 80
+        lines = command.get_help(context).splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    assert [line for line in lines[1:] if line.endswith("...")] == []
+    silent = [p.opts for p in command.params if isinstance(p, click.Option) and not p.help]
+    assert silent == []
 
 
 def leaves() -> list[tuple[str, str]]:

@@ -14,7 +14,12 @@ from speccheck.errors import ExitCode
 
 @click.group()
 def canary() -> None:
-    """See where a canary stands, or reset a route that fell back."""
+    """See where a canary stands, or reset a route that fell back.
+
+    \b
+    Example:
+      speccheck canary status
+    """
 
 
 @canary.command("status")

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
@@ -22,23 +23,51 @@ if TYPE_CHECKING:
     from speccheck.store import Format
 
 
+def _filters(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Which receipts: by stage, arm and route."""
+    for option in (
+        click.option("--route", default=None, help="Only receipts of this route."),
+        click.option(
+            "--arm",
+            type=click.Choice(["target_only", "speculative"]),
+            default=None,
+            help="Only receipts of this arm.",
+        ),
+        click.option(
+            "--stage", type=RECEIPT_STAGES, default=None, help="Only receipts of this stage."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
 @click.group()
 def receipts() -> None:
-    """List, show, export and verify the receipts of a run."""
+    """List, show, export and verify the receipts of a run.
+
+    \b
+    Example:
+      speccheck receipts list
+    """
 
 
 @receipts.command("list")
 @store_options
-@click.option("--stage", type=RECEIPT_STAGES, default=None)
-@click.option("--arm", type=click.Choice(["target_only", "speculative"]), default=None)
-@click.option("--route", default=None)
+@_filters
 @click.option(
     "--outcome",
     type=click.Choice(["ok", "error", "rejected", "incomplete", "cancelled"]),
     default=None,
+    help="Only receipts that ended so.",
 )
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True)
-@click.option("--json", "as_json", is_flag=True)
+@click.option(
+    "--limit",
+    type=click.IntRange(min=1),
+    default=20,
+    show_default=True,
+    help="Only the first so many.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print every field as JSON.")
 def receipts_list(
     out: Path,
     run_id: str | None,
@@ -69,9 +98,11 @@ def receipts_list(
 @receipts.command("show")
 @click.argument("receipt_id")
 @store_options
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="Print receipt and answer as JSON.")
 def receipts_show(receipt_id: str, out: Path, run_id: str | None, as_json: bool) -> None:  # noqa: FBT001
-    """Everything that is known about one receipt; a unique beginning of its id is enough.
+    """Everything that is known about one receipt.
+
+    A unique beginning of its id is enough.
 
     \b
     Example:
@@ -100,9 +131,7 @@ def receipts_show(receipt_id: str, out: Path, run_id: str | None, as_json: bool)
     default=None,
     help="By the file's ending otherwise.",
 )
-@click.option("--stage", type=RECEIPT_STAGES, default=None)
-@click.option("--arm", type=click.Choice(["target_only", "speculative"]), default=None)
-@click.option("--route", default=None)
+@_filters
 def receipts_export(
     path: Path, out: Path, run_id: str | None, form: str | None, **filters: str | None
 ) -> None:
@@ -147,7 +176,12 @@ def receipts_verify(out: Path) -> int:
 
 @click.group()
 def corpus() -> None:
-    """Check and convert prompts."""
+    """Check and convert prompts.
+
+    \b
+    Example:
+      speccheck corpus check corpus.jsonl
+    """
 
 
 @corpus.command("import")
@@ -159,10 +193,13 @@ def corpus() -> None:
     type=click.Choice(["auto", "native", "spec_bench", "openai_batch", "lines"]),
     default="auto",
     show_default=True,
+    help="What SOURCE is; auto tells by its first line.",
 )
 @click.option("--limit", type=click.IntRange(min=1), default=None, help="Only the first prompts.")
 def corpus_import(source: Path, target: Path, form: str, limit: int | None) -> None:
-    """Convert SOURCE (Spec-Bench, OpenAI batch, plain lines) into a corpus file TARGET.
+    """Convert SOURCE into a corpus file TARGET.
+
+    SOURCE: questions of Spec-Bench, an OpenAI batch, or one prompt per line.
 
     \b
     Example:
@@ -178,7 +215,7 @@ def corpus_import(source: Path, target: Path, form: str, limit: int | None) -> N
 
 @corpus.command("check")
 @click.argument("paths", type=PATH, nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True)
+@click.option("--json", "as_json", is_flag=True, help="Print digest and counts as JSON.")
 def corpus_check(paths: tuple[Path, ...], as_json: bool) -> None:  # noqa: FBT001
     """Read corpus files, say what is in them, or where they are wrong.
 

@@ -28,7 +28,7 @@ _MARKS = {"ok": "ok  ", "warn": "warn", "bad": "BAD "}
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the checks as JSON.")
 def doctor(rollout: Path | None, python: str | None, as_json: bool) -> int:  # noqa: FBT001
-    """What this machine can run, and whether a pair can be compared at all.
+    """What this machine can run, and whether a pair can be compared.
 
     Starts nothing and sends no load. Exits with 2 if something must be mended
     before a run.

@@ -59,13 +59,33 @@ _EVERY_S = 2.0
     help="prompt_lookup_min and max; may be given several times.",
 )
 @click.option("--suffix/--no-suffix", default=True, show_default=True, help="Suffix drafting too.")
-@click.option("--suffix-max-tree-depth", type=click.IntRange(2, 256), default=24, show_default=True)
 @click.option(
-    "--suffix-max-cached-requests", type=click.IntRange(0), default=10_000, show_default=True
+    "--suffix-max-tree-depth",
+    type=click.IntRange(2, 256),
+    default=24,
+    show_default=True,
+    help="suffix_decoding_max_tree_depth of vLLM.",
 )
-@click.option("--suffix-max-spec-factor", type=click.FloatRange(0), default=1.0, show_default=True)
 @click.option(
-    "--suffix-min-token-prob", type=click.FloatRange(0, 1), default=0.1, show_default=True
+    "--suffix-max-cached-requests",
+    type=click.IntRange(0),
+    default=10_000,
+    show_default=True,
+    help="suffix_decoding_max_cached_requests of vLLM.",
+)
+@click.option(
+    "--suffix-max-spec-factor",
+    type=click.FloatRange(0),
+    default=1.0,
+    show_default=True,
+    help="suffix_decoding_max_spec_factor of vLLM.",
+)
+@click.option(
+    "--suffix-min-token-prob",
+    type=click.FloatRange(0, 1),
+    default=0.1,
+    show_default=True,
+    help="suffix_decoding_min_token_prob of vLLM.",
 )
 @click.option(
     "--costs",
@@ -108,11 +128,12 @@ def estimate(
     skip_bad: bool,  # noqa: FBT001
     as_json: bool,  # noqa: FBT001
 ) -> None:
-    """What prompt lookup and suffix drafting would bring, from target-only LOGS.
+    """What lookup drafting would bring, from target-only LOGS.
 
-    No server and no load: the drafter is replayed over each logged answer,
-    which at temperature 0 repeats a server's rounds exactly and above it is
-    an unbiased draw of them.
+    Prompt lookup and suffix drafting, each proposal length. No server and no
+    load: the drafter is replayed over each logged answer, which at
+    temperature 0 repeats a server's rounds exactly and above it is an
+    unbiased draw of them.
 
     LOGS are JSON lines: a prompt (prompt_token_ids, messages or prompt), an
     answer (output_token_ids or output), and where known id, task, route,

@@ -107,12 +107,13 @@ def fallback_replay(
     file: Path | None,
     as_json: bool,  # noqa: FBT001
 ) -> int:
-    """Decide again from what was kept: receipts, scrapes, what operators did.
+    """Decide again from the receipts and scrapes that were kept.
 
-    The same receipts and settings give the same decisions, byte for byte.
-    Where the store has transitions of the run, each route says whether these
-    are the same ones. Exit code: 0 routes end enabled, 1 one fell back or is
-    off, 3 one is on probation, 4 the replay and the store do not agree.
+    And from what operators did. The same receipts and settings give the same
+    decisions, byte for byte. Where the store has transitions of the run, each
+    route says whether these are the same ones. Exit code: 0 routes end enabled,
+    1 one fell back or is off, 3 one is on probation, 4 the replay and the store
+    do not agree.
 
     \b
     Example:
@@ -222,10 +223,10 @@ def _replayed(
 @out_option
 @run_option
 def fallback_reset(route: str, reason: str, out: Path, run_id: str | None) -> int:
-    """Let a live ROUTE that fell back or is off be tried again, on probation.
+    """Let a live ROUTE that fell back or is off be tried again.
 
-    Its fallbacks are forgotten and its evidence begins from nothing. The
-    reset is kept with its reason.
+    It is on probation then: its fallbacks are forgotten and its evidence begins
+    from nothing. The reset is kept with its reason.
 
     \b
     Example:

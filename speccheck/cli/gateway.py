@@ -83,7 +83,7 @@ def gateway(
 
 @click.group()
 def route() -> None:
-    """The kill switch: a route off and on again, from the next request on.
+    """The kill switch: a route off and on again, at once.
 
     \b
     Example:
@@ -95,7 +95,7 @@ def route() -> None:
 @click.argument("name")
 @out_option
 def route_disable(name: str, out: Path) -> ExitCode:
-    """Nothing on route NAME speculates any more, from the next request on.
+    """From the next request on nothing on route NAME speculates.
 
     It is a file, off/NAME in the gateway's folder: making it by hand is the
     same. It outlives the gateway.

@@ -228,7 +228,7 @@ def stage(
 @click.option("--out", type=PATH, default="demo", show_default=True, help="Folder for the run.")
 @click.option("--again", is_flag=True, help="Measure anew, as a new run.")
 def demo(out: Path, again: bool) -> int:  # noqa: FBT001
-    """The whole job on the embedded engine, with the model pair that comes along.
+    """The whole job on the embedded engine and the packaged pair.
 
     Ends with exit code 0 when the run went through and the packet is whole,
     whatever was decided: in the demo one route is meant to fall back.
@@ -300,16 +300,22 @@ def _tell(
 
 
 @cli.command()
-@click.option("--seed", type=click.IntRange(min=0), default=18, show_default=True)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=18, show_default=True, help="Of all its draws."
+)
 @click.option("--table", type=PATH, default=None, help="A table file of your own.")
 @click.option(
-    "--algorithm", default="token", show_default=True, help="token, block, one_hot, greedy ..."
+    "--algorithm",
+    default="token",
+    show_default=True,
+    help="token, block, one_hot, sampler_match, greedy or target_only.",
 )
 @click.option(
     "--draft-sampling",
     type=click.Choice(["probabilistic", "greedy", "sampled_one_hot", "ngram"]),
     default="probabilistic",
     show_default=True,
+    help="How drafts are drawn, and verified.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the trace as JSON.")
 def trace(
@@ -337,8 +343,14 @@ def trace(
 
 
 @cli.command()
-@click.option("--host", default="127.0.0.1", show_default=True)
-@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="0 takes a free one.",
+)
 @click.option("--model", default=None, help="Llama folder; the packaged target otherwise.")
 @click.option(
     "--speculative-config",
@@ -346,8 +358,20 @@ def trace(
     metavar="JSON",
     help="In vLLM's words; without it the server is target-only.",
 )
-@click.option("--max-num-seqs", type=click.IntRange(min=1), default=64, show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option(
+    "--max-num-seqs",
+    type=click.IntRange(min=1),
+    default=64,
+    show_default=True,
+    help="Requests in one step; more wait.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Of requests that bring none.",
+)
 def serve(
     host: str,
     port: int,

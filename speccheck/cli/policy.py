@@ -41,7 +41,7 @@ def matrix(
     accept: bool,  # noqa: FBT001
     as_json: bool,  # noqa: FBT001
 ) -> int:
-    """What to do per cohort of the traffic: which proposal length, or target-only.
+    """What to do per cohort: which proposal length, or target-only.
 
     From everything that the run measured, its sweep too. --propose turns it
     into an eligibility policy, --accept writes that; the next run obeys it.
@@ -113,15 +113,28 @@ def _proposal(made: Any, accept: bool, as_json: bool) -> int:  # noqa: FBT001
 @click.option("--prompt-id", default=None, metavar="ID", help="A prompt of the corpus.")
 @click.option("--route", default=None, help="Needed where the rollout has several.")
 @click.option("--task", default=None, help="What the caller says it is.")
-@click.option("--language", default=None)
-@click.option("--priority", type=click.Choice(["normal", "protected"]), default="normal")
+@click.option("--language", default=None, help="Of the prompt, such as en.")
+@click.option(
+    "--priority",
+    type=click.Choice(["normal", "protected"]),
+    default="normal",
+    show_default=True,
+    help="Protected traffic must not be delayed.",
+)
 @click.option("--temperature", type=click.FloatRange(0), default=None, help="Else the route's.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=None)
-@click.option("--output-band", type=click.Choice(["short", "medium", "long"]), default=None)
+@click.option(
+    "--max-tokens", type=click.IntRange(min=1), default=None, help="The request's own limit."
+)
+@click.option(
+    "--output-band",
+    type=click.Choice(["short", "medium", "long"]),
+    default=None,
+    help="Expected length of the answer.",
+)
 @click.option("--prompt-tokens", type=click.IntRange(min=1), default=None, help="Else counted.")
 @click.option("--feature", "features", multiple=True, help="A sampling feature; repeatable.")
 @click.option("--concurrency", type=click.IntRange(min=1), default=None, help="In flight, with it.")
-@click.option("--queued", type=click.IntRange(min=0), default=None)
+@click.option("--queued", type=click.IntRange(min=0), default=None, help="Waiting at the server.")
 @click.option("--json", "as_json", is_flag=True, help="Print choice and facts as JSON.")
 def explain(
     rollout: Path,
@@ -132,7 +145,7 @@ def explain(
     features: tuple[str, ...],
     **known: Any,
 ) -> int:
-    """Which rule of the eligibility policy a request meets, and what happens.
+    """Which rule of the eligibility policy a request meets.
 
     One line: arm and proposal length, the rule, why, and the policy version.
     What is not given and not known counts as not known: target-only.

@@ -73,7 +73,7 @@ def probe(
     margin: float,
     tests: tuple[str, ...],
 ) -> int:
-    """Does the speculative arm draw from the target's law? Tests T1 to T8.
+    """Whether sampled answers follow the target's law: tests T1 to T8.
 
     Draws answers at temperature 1 on both arms, has the target score every
     token of them, and compares with target-only against itself (A/A).

@@ -31,13 +31,24 @@ _pair_options = options(
         help="The rollout file of the run: it has the prompts.",
     ),
     click.option("--route", default=None, help="Only answers on this route."),
-    click.option("--limit", type=click.IntRange(min=1), default=50, show_default=True),
+    click.option(
+        "--limit",
+        type=click.IntRange(min=1),
+        default=50,
+        show_default=True,
+        help="Pairs at most.",
+    ),
 )
 
 
 @click.group()
 def review() -> None:
-    """Have people compare answers, not knowing which arm gave them."""
+    """Have people compare answers, not knowing which arm gave them.
+
+    \b
+    Example:
+      speccheck review export sheet.html
+    """
 
 
 @review.command("export")
@@ -55,10 +66,10 @@ def review_export(
     limit: int,
     key: str | None,
 ) -> None:
-    """Write pairs of answers that differ to SHEET (.csv or .html), arms hidden.
+    """Write pairs of answers that differ to SHEET, arms hidden.
 
-    Which answer stood first is in a key file in the run's folder; without it
-    the sheet tells nothing. It holds texts of users and of the model.
+    SHEET ends in .csv or .html. Which answer stood first is in a key file in
+    the run's folder; without it the sheet tells nothing. It holds texts of users and of the model.
 
     \b
     Example:
@@ -139,8 +150,21 @@ def review_import(
     metavar="NAME",
     help="Environment variable that holds the key; it is kept nowhere.",
 )
-@click.option("--timeout", "timeout_s", type=click.FloatRange(min=1), default=120.0)
-@click.option("--concurrency", type=click.IntRange(1, 64), default=4, show_default=True)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=1),
+    default=120.0,
+    show_default=True,
+    help="Seconds for one comparison.",
+)
+@click.option(
+    "--concurrency",
+    type=click.IntRange(1, 64),
+    default=4,
+    show_default=True,
+    help="Comparisons at once.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
 def judge(
     out: Path,

@@ -97,7 +97,7 @@ def sweep(
     figures: bool,  # noqa: FBT001
     as_json: bool,  # noqa: FBT001
 ) -> int:
-    """Where does it pay: each proposal length at each load, on each task.
+    """Where does it pay: each proposal length, at each load, by task.
 
     Calibrates what a draft and a verify step cost on this engine, measures
     every cell against target-only in turns, and sets the cost model's

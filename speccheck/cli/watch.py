@@ -44,10 +44,28 @@ _QUIET_S = 60.0
     default=None,
     help="Folder with a receipts.duckdb: judge by its live receipts, keep transitions there.",
 )
-@click.option("--interval", type=click.FloatRange(0.2, 3600), default=5.0, show_default=True)
-@click.option("--timeout", type=click.FloatRange(0.1, 60), default=3.0, show_default=True)
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.2, 3600),
+    default=5.0,
+    show_default=True,
+    help="Seconds from scrape to scrape.",
+)
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0.1, 60),
+    default=3.0,
+    show_default=True,
+    help="Seconds that a server may take to answer one.",
+)
 @click.option("--once", is_flag=True, help="Two scrapes an interval apart, one view, the end.")
-@click.option("--for", "for_s", type=click.FloatRange(min=0.1), default=None, help="Seconds.")
+@click.option(
+    "--for",
+    "for_s",
+    type=click.FloatRange(min=0.1),
+    default=None,
+    help="End after so many seconds.",
+)
 @click.option("--until-fallback", is_flag=True, help="End when a route falls back or is off.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object per line.")
 def watch(
