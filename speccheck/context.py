@@ -37,6 +37,7 @@ from speccheck.corpus import Corpus, load_corpus
 from speccheck.drive import DriveReport, Endpoint, MonotonicClock, Written, drive
 from speccheck.engine.settings import MAX_PROPOSAL_LENGTH
 from speccheck.errors import StoreError, UsageError
+from speccheck.model_files import check_models
 from speccheck.plan import remaining
 from speccheck.records import Arm, ArmDescription, PlannedRequest, Prompt, Receipt, Stage, digest
 
@@ -588,6 +589,19 @@ def _check_vllm(path: Path, rollout: Rollout) -> None:
         raise UsageError("\n".join(f"{path}: {text}" for text in errors))
 
 
+def check_pair(path: Path, rollout: Rollout) -> None:
+    """A target and a draft that cannot be a pair start all the same, and fail under load.
+
+    Raises:
+        UsageError: what `speccheck doctor` calls bad of the models that we would start.
+    """
+    if rollout.engine != "vllm":
+        return  # the embedded engine refuses such a pair itself
+    bad = [check for check in check_models(rollout) if check.state == "bad"]
+    if bad:
+        raise UsageError("\n".join(f"{path}: {check.name}: {check.text}" for check in bad))
+
+
 def read_policy(path: Path, rollout: Rollout, corpus: Corpus) -> eligibility.Eligibility | None:
     """The eligibility policy that a rollout names, checked; None where it names none.
 
@@ -641,6 +655,7 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
     """
     rollout, guardrails, corpus = read_rollout(path)
     policy = read_policy(path, rollout, corpus)
+    check_pair(path, rollout)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

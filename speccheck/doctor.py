@@ -7,35 +7,22 @@ embedded engine would load are read as files.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from speccheck import coverage, gpus, launch, vllm
 from speccheck.config import Rollout
 from speccheck.context import read_rollout
 from speccheck.engine.settings import PAIR_DIR
 from speccheck.errors import EngineError, SpeccheckError
-
-State = Literal["ok", "warn", "bad"]
+from speccheck.model_files import Check, State, check_models
 
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One line of a doctor's report."""
-
-    name: str
-    state: State
-    text: str
 
 
 def examine(path: Path | None, python: str | None) -> list[Check]:
@@ -155,189 +142,20 @@ def _vllm(python: str | None, *, needed: bool) -> list[Check]:
 
 
 def _rollout(loaded: Rollout) -> list[Check]:
-    checks = _speculation(loaded)
-    if loaded.engine == "attached":
-        return [*checks, *_attached(loaded)]
-    draft = loaded.speculation.get("model")
-    if loaded.engine == "embedded":
-        served = _Served(loaded.embedded.model, draft, loaded.embedded.max_model_len, "vllm", None)
-    else:
-        args = loaded.vllm.args
-        served = _Served(
-            loaded.vllm.target,
-            draft,
-            _argument(args, "max-model-len"),
-            str(_argument(args, "generation-config") or "auto"),
-            _argument(args, "dtype"),
-        )
-    return [*checks, *_models(served)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """Models and arguments of a pair that is not running."""
-
-    target: str
-    draft: Any
-    max_model_len: int | None
-    generation_config: str
-    dtype: str | None
+    checks = [*_speculation(loaded), *check_models(loaded)]
+    return [*checks, *_attached(loaded)] if loaded.engine == "attached" else checks
 
 
 def _speculation(loaded: Rollout) -> list[Check]:
     refused = coverage.check_coverage(loaded.speculation)
     checks = [Check("speculation", "bad", text) for text in refused]
     if loaded.engine != "embedded":
-        remarks = vllm.check_speculation(loaded.speculation)
+        remarks = vllm.check_speculation(loaded.speculation, loaded.vllm.args)
         checks += [Check("speculation", "bad", text) for text in remarks.errors]
         checks += [Check("speculation", "warn", text) for text in remarks.warnings]
     method = loaded.speculation["method"]
     k = loaded.speculation.get("num_speculative_tokens")
     return checks or [Check("speculation", "ok", f"{method}, {k} tokens a step")]
-
-
-def _argument(args: Mapping[str, Any], name: str) -> Any:
-    return next(
-        (v for key, v in args.items() if key.lstrip("-").replace("_", "-") == name),
-        None,
-    )
-
-
-def _models(served: _Served) -> list[Check]:
-    """What the files of target and draft say of each other."""
-    folder = Path(vllm.model_path(served.target))
-    if not folder.is_dir():
-        text = f"{served.target} is no folder here, so it cannot be looked at"
-        return [Check("target", "warn", text)]
-    checks = [_generation_config(folder, served.generation_config), *_lengths(folder, served)]
-    if not isinstance(served.draft, str):
-        return checks
-    other = Path(vllm.model_path(served.draft, "draft"))
-    if not other.is_dir():
-        return [*checks, Check("draft", "warn", f"{other} is no folder here: not looked at")]
-    return [*checks, *_compared(folder, other, served.max_model_len)]
-
-
-def _read(folder: Path, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads((folder / name).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _generation_config(folder: Path, source: str) -> Check:
-    """Defaults that the server would add to every request, min_p above all."""
-    given = _read(folder, "generation_config.json")
-    refused = {name: given[name] for name in ("min_p", "logit_bias") if given.get(name)}
-    shown = {
-        name: given[name]
-        for name in ("temperature", "top_p", "top_k", "repetition_penalty", "min_p")
-        if name in given
-    }
-    if refused and source != "vllm":
-        return Check(
-            "generation_config",
-            "bad",
-            f"{folder.name} sets {refused}: vLLM answers every speculative request with 400;"
-            " start both arms with generation-config: vllm",
-        )
-    if shown and source != "vllm":
-        return Check(
-            "generation_config",
-            "warn",
-            f"{folder.name} sets {shown}, which the server adds to requests that do not",
-        )
-    return Check("generation_config", "ok", "adds no sampling default to requests")
-
-
-def _lengths(folder: Path, served: _Served) -> list[Check]:
-    config = _read(folder, "config.json")
-    own = config.get("max_position_embeddings")
-    stored = config.get("dtype") or config.get("torch_dtype") or "not stated"
-    dtype = served.dtype or f"{stored} (of the weights)"
-    used = served.max_model_len or own
-    state: State = "ok"
-    text = f"--max-model-len {used}" if used else "not stated"
-    if isinstance(own, int) and isinstance(used, int) and used > own:
-        state, text = "bad", f"--max-model-len {used} is over the model's {own}"
-    return [
-        Check("max length", state, text),
-        Check(
-            "dtype",
-            "ok",
-            dtype
-            if served.dtype == "float32"
-            else f"{dtype}; below float32 expect greedy ties that break either way",
-        ),
-    ]
-
-
-def _compared(target: Path, draft: Path, max_model_len: int | None) -> list[Check]:
-    checks = []
-    a, b = _read(target, "config.json"), _read(draft, "config.json")
-    sizes = (a.get("vocab_size"), b.get("vocab_size"))
-    if sizes[0] != sizes[1]:
-        checks.append(
-            Check(
-                "vocabulary",
-                "bad",
-                f"target {sizes[0]}, draft {sizes[1]} tokens: a draft must share the vocabulary",
-            )
-        )
-    else:
-        checks.append(Check("vocabulary", "ok", f"{sizes[0]} tokens in both"))
-    checks.append(_tokenizers(target, draft))
-    stops = (a.get("eos_token_id"), b.get("eos_token_id"))
-    same = stops[0] == stops[1]
-    checks.append(
-        Check(
-            "stop tokens",
-            "ok" if same else "warn",
-            f"eos {stops[0]}"
-            if same
-            else f"target {stops[0]}, draft {stops[1]}: the target's hold",
-        )
-    )
-    limit = b.get("max_position_embeddings")
-    if isinstance(limit, int) and max_model_len is not None and limit < max_model_len:
-        checks.append(
-            Check("draft length", "warn", f"the draft knows {limit} positions, fewer than served")
-        )
-    if a.get("architectures") == b.get("architectures") and _digest(target) == _digest(draft):
-        checks.append(Check("draft", "warn", "draft and target have the same weights"))
-    return checks
-
-
-def _tokenizers(target: Path, draft: Path) -> Check:
-    """VLLM compares sizes only; ids that mean other texts are drafts that never fit."""
-    if not (draft / "tokenizer.json").is_file():
-        return Check("tokenizer", "ok", "the draft has none of its own; the target's is used")
-    words, others = (_vocabulary(folder) for folder in (target, draft))
-    if words == others:
-        return Check("tokenizer", "ok", "the same ids for the same texts in both")
-    differing = sum(others.get(text) != number for text, number in words.items())
-    return Check(
-        "tokenizer",
-        "bad",
-        f"{differing} of {len(words)} tokens have another id in the draft: it drafts other texts"
-        " than it means",
-    )
-
-
-def _vocabulary(folder: Path) -> dict[str, int]:
-    model = _read(folder, "tokenizer.json")
-    words = dict(model.get("model", {}).get("vocab", {}))
-    added = {entry["content"]: entry["id"] for entry in model.get("added_tokens", ())}
-    return words | added
-
-
-def _digest(folder: Path) -> str:
-    path = folder / "model.safetensors"
-    if not path.is_file():
-        return str(folder)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _attached(loaded: Rollout) -> list[Check]:

@@ -78,9 +78,20 @@ class Remarks:
     """It starts, and something about it is not as one would think."""
 
 
-def check_speculation(speculation: Mapping[str, Any]) -> Remarks:
+def argument(args: Mapping[str, Any], name: str) -> Any:
+    """An argument of `vllm.args` by its name in dashes, None where it is not set."""
+    return next(
+        (v for key, v in args.items() if key.lstrip("-").replace("_", "-") == name),
+        None,
+    )
+
+
+def check_speculation(
+    speculation: Mapping[str, Any], args: Mapping[str, Any] | None = None
+) -> Remarks:
     """What vLLM 0.32 would refuse, ignore or do otherwise, from the config alone.
 
+    `args` are the further arguments of both servers, as far as they are ours to know.
     Lossy settings are refused by `coverage.check_coverage`, in the fixture stage.
     """
     config = {str(key).replace("-", "_"): value for key, value in speculation.items()}
@@ -118,15 +129,10 @@ def check_speculation(speculation: Mapping[str, Any]) -> Remarks:
                 "rejection_sample_method block: only the V2 runner has it; the V1 runner (no"
                 " Triton, or VLLM_USE_V2_MODEL_RUNNER=0) ignores it without a word"
             )
-    if method in _SYNCHRONOUS:
+    if method in _SYNCHRONOUS and argument(args or {}, "async-scheduling") is not False:
         warnings.append(
             f"method {method} switches async scheduling off, and target-only keeps it: the arms"
             " differ in more than speculation; start both with --no-async-scheduling"
-        )
-    if method == "draft_model":
-        warnings.append(
-            "draft_model: vLLM compares vocabulary sizes only, not tokenizers: run"
-            " `speccheck doctor --rollout` first"
         )
     return Remarks(tuple(errors), tuple(warnings))
 

@@ -13,6 +13,7 @@ from ruamel.yaml import YAML
 from speccheck import doctor
 from speccheck.cli import cli
 from speccheck.engine.settings import PAIR_DIR
+from speccheck.errors import UsageError
 
 GUARDRAILS = {"speculative_decoding_guardrails": {"min_acceptance_rate": 0.5}}
 
@@ -87,6 +88,69 @@ def test_ids_that_mean_other_texts(pair):
     (check,) = [c for c in doctor.examine(path, None) if c.name == "tokenizer"]
     assert check.state == "bad"
     assert check.text.startswith("2 of ")
+
+
+def unigram(pieces: list[str]) -> dict:
+    """A tokenizer.json of SentencePiece's kind: pieces with scores, ids by their order."""
+    return {"model": {"type": "Unigram", "vocab": [[piece, -1.5] for piece in pieces]}}
+
+
+@pytest.mark.parametrize(
+    ("draft", "state"),
+    [
+        (unigram(["a", "b", "c"]), "ok"),
+        (unigram(["a", "b", "c", "more"]), "ok"),
+        (unigram(["b", "a", "c"]), "bad"),
+        ({}, "warn"),
+    ],
+)
+def test_tokenizers_of_other_kinds(pair, draft, state):
+    """Ids by order, ids that only the draft has, a file that tells none."""
+    (pair / "target/tokenizer.json").write_text(json.dumps(unigram(["a", "b", "c"])))
+    (pair / "draft/tokenizer.json").write_text(json.dumps(draft))
+    assert states(write(pair))["tokenizer"] == state
+
+
+def test_a_vocabulary_that_stands_with_the_text_model(pair):
+    """As models that see images have it; one that is not stated is no fault."""
+    config = json.loads((pair / "target/config.json").read_text())
+    size = config.pop("vocab_size")
+    path = pair / "target/config.json"
+    for inner, state in (({"vocab_size": size}, "ok"), ({"vocab_size": 7}, "bad"), ({}, "warn")):
+        path.write_text(json.dumps(config | {"text_config": inner}))
+        assert states(write(pair))["vocabulary"] == state
+
+
+def test_a_head_may_map_fewer_tokens(pair):
+    """Its config tells another size, and it is no fault."""
+    edit(pair / "draft/config.json", vocab_size=1024)
+    speculation = {"method": "eagle3", "model": str(pair / "draft"), "num_speculative_tokens": 4}
+    assert states(write(pair, speculation=speculation))["vocabulary"] == "warn"
+
+
+@pytest.mark.parametrize(("given", "state"), [({}, "warn"), ({"async_scheduling": False}, "ok")])
+def test_asynchronous_scheduling_that_both_arms_leave(pair, given, state):
+    """N-gram switches it off: a difference, unless both were told to."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 4}
+    servers = {"target": str(pair / "target"), "args": given}
+    assert states(write(pair, speculation=speculation, vllm=servers))["speculation"] == state
+
+
+def test_a_pair_that_does_not_fit_is_not_started(pair):
+    """`run` says what the doctor says, before it starts or writes anything."""
+    edit(pair / "draft/config.json", vocab_size=1024)
+    arguments = ["run", "--rollout", str(write(pair)), "--out", str(pair / "out")]
+    with pytest.raises(UsageError, match="vocabulary: target 2048, draft 1024 tokens"):
+        CliRunner().invoke(cli, arguments, standalone_mode=False, catch_exceptions=False)
+    assert not (pair / "out").exists()
+
+
+def test_a_draft_that_cannot_be_looked_at(pair):
+    """A name at a hub: that vLLM compares vocabulary sizes only is said."""
+    speculation = {"method": "draft_model", "model": "org/draft", "num_speculative_tokens": 4}
+    path = write(pair, speculation=speculation)
+    (check,) = [c for c in doctor.examine(path, None) if c.name == "draft"]
+    assert (check.state, "vocabulary sizes only" in check.text) == ("warn", True)
 
 
 def test_min_p_in_the_generation_config(pair):

@@ -33,6 +33,7 @@ ORDER = [
     "vllm",
     "in_vllm",
     "kernels",
+    "model_files",
     "launch",
     "dialects",
     "client",

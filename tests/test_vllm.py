@@ -53,10 +53,9 @@ def test_every_method_of_vllm_passes(method):
 
 
 def test_what_differs_without_a_word_is_a_warning():
-    """n-gram with async scheduling, block on a runner that ignores it, vocabularies by size."""
+    """N-gram with async scheduling, block on a runner that ignores it."""
     for config, words in (
         ({"method": "ngram"}, "async scheduling"),
-        ({"method": "draft_model", "model": "m"}, "vocabulary sizes only"),
         ({"method": "mtp", "rejection_sample_method": "block"}, "without a word"),
     ):
         warnings = vllm.check_speculation(config).warnings

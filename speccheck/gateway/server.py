@@ -405,6 +405,7 @@ def serve(
     """
     rollout, rules, corpus = context.read_rollout(path)
     policy = context.read_policy(path, rollout, corpus)
+    context.check_pair(path, rollout)
     given = {name: value for name, value in asdict(options).items() if value is not None}
     rollout = rollout.model_copy(update={"gateway": rollout.gateway.model_copy(update=given)})
     config = rollout.gateway
