@@ -11,6 +11,7 @@ every try, so that a receiver can tell a repeat.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -21,13 +22,13 @@ import subprocess
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
+
+import aiohttp
 
 from speccheck import __version__
 from speccheck.config import HooksConfig
@@ -102,7 +103,8 @@ class Hooks:
             while (event := waiting.get()) is not None:
                 problem = tell(event)
                 if problem:
-                    self._lose(f"{name} hook, {event.transition.route}: {problem}")
+                    with suppress(OSError, ValueError):  # nobody listens any more: tell on
+                        self._lose(f"{name} hook, {event.transition.route}: {problem}")
 
         thread = threading.Thread(target=work, name=f"speccheck-{name}-hook", daemon=True)
         thread.start()
@@ -181,46 +183,43 @@ class Hooks:
         return f"{problem}; given up after {attempt} tries"
 
     def _try(self, event: Event) -> tuple[str, bool]:
-        """One try: what went wrong, if anything, and whether another is useless."""
-        config = self._config
+        """One try: what went wrong, if anything, and whether another is useless.
+
+        What is said does not repeat the URL: it may be a secret.
+        """
         body = canonical_json(event.facts).encode()
-        request = urllib.request.Request(  # noqa: S310 (the scheme is checked in the settings)
-            str(config.webhook),
-            data=body,
-            headers={
-                "Content-Type": "application/json",
-                "User-Agent": f"speccheck/{__version__}",
-                "X-Speccheck-Delivery": event.delivery,
-                **signature(self._secret, body, str(int(time.time()))),
-            },
-            method="POST",
-        )
+        headers = {
+            "Content-Type": "application/json",
+            "User-Agent": f"speccheck/{__version__}",
+            "X-Speccheck-Delivery": event.delivery,
+            **signature(self._secret, body, str(int(time.time()))),
+        }
         try:
-            with _OPENER.open(request, timeout=config.webhook_timeout_s) as reply:
-                reply.read(1)
-        except urllib.error.HTTPError as error:
-            error.close()
-            # The URL may be a secret: what is said here does not repeat it.
-            return f"HTTP {error.code}", 300 <= error.code < 500 and error.code not in (408, 429)
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
-            return f"no answer ({type(reason).__name__})", False
-        return "", False
+            status = asyncio.run(self._status(body, headers))
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return f"no answer ({type(getattr(error, 'os_error', error)).__name__})", False
+        if 200 <= status < 300:
+            return "", False
+        return f"HTTP {status}", status < 500 and status not in (408, 429)
+
+    async def _status(self, body: bytes, headers: Mapping[str, str]) -> int:
+        """POST; the status. All of a try has one limit: a receiver may send a byte a second.
+
+        Redirects are not followed: a signed body goes where the settings say, and nowhere else.
+        """
+        limit = aiohttp.ClientTimeout(total=self._config.webhook_timeout_s)
+        async with (
+            aiohttp.ClientSession(timeout=limit, trust_env=True) as session,
+            session.post(
+                str(self._config.webhook), data=body, headers=headers, allow_redirects=False
+            ) as reply,
+        ):
+            return reply.status
 
 
 def _pause(ended: threading.Event, pause_s: float) -> bool:
     """Wait before another try; whether the end came meanwhile."""
     return ended.wait(pause_s)
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A signed body goes where the settings say, and nowhere else."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Refuse; the reply is an error then."""
-
-
-_OPENER = urllib.request.build_opener(_NoRedirects)
 
 
 def signature(secret: bytes | None, body: bytes, timestamp: str) -> dict[str, str]:

@@ -5,6 +5,11 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import shutil
+import socket
+import socketserver
+import ssl
+import subprocess
 import sys
 import threading
 import time
@@ -54,7 +59,9 @@ class Receiver:
 
 
 @contextmanager
-def receiver(*answers: int) -> Iterator[Receiver]:
+def receiver(
+    *answers: int, host: str = "127.0.0.1", wrap: Callable[..., Any] | None = None
+) -> Iterator[Receiver]:
     told = Receiver()
     told.answers = list(answers)
 
@@ -71,10 +78,16 @@ def receiver(*answers: int) -> Iterator[Receiver]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+    server = Server((host, 0), Handler)
+    if wrap is not None:
+        server.socket = wrap(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    told.url = f"http://127.0.0.1:{server.server_port}/hook?token=s3cret"
+    shown = f"[{host}]" if ":" in host else host
+    told.url = f"http://{shown}:{server.server_port}/hook?token=s3cret"
     try:
         yield told
     finally:
@@ -187,6 +200,114 @@ def test_what_will_not_change_is_not_tried_again(status, at_once):
         (said,) = fired(HooksConfig(webhook_timeout_s=60, webhook=told.url))
     assert len(told.came) == 1
     assert f"HTTP {status}" in said
+
+
+@contextmanager
+def raw(*parts: bytes) -> Iterator[str]:
+    """A receiver that says these bytes and then nothing more, to each who comes; its URL."""
+    ended = threading.Event()
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            for part in parts:
+                self.request.sendall(part)
+            ended.wait(60 if len(parts) > 1 else 0)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/hook?token=s3cret"
+        finally:
+            ended.set()
+            server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (b"SSH-2.0-OpenSSH_9.6\r\n",),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 50_000 + b"\r\n",),
+        (b"",),
+        (b"HTTP/1.1 200 OK\r\n", b"x-slow: "),
+    ],
+    ids=["no HTTP", "huge head", "closed at once", "a head without an end"],
+)
+def test_a_receiver_that_answers_nonsense_loses_one_telling_and_not_all(parts):
+    """Each event is told and its loss is said, without the URL; what is next is told, too."""
+    with raw(*parts) as url:
+        config = HooksConfig(webhook=url, webhook_attempts=1, webhook_timeout_s=1.0)
+        said = fired(config, EVENT, Event("roll", MOVED, 2))
+    assert len(said) == 2
+    assert all("no answer" in one and "s3cret" not in one for one in said)
+
+
+def test_a_huge_answer_is_not_read():
+    """The status is all that is asked of it."""
+    with raw(b"HTTP/1.1 200 OK\r\nContent-Length: 99999999999\r\n\r\n", b"x" * 1000) as url:
+        assert fired(HooksConfig(webhook=url, webhook_attempts=1)) == []
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make a certificate")
+def test_a_certificate_that_nobody_vouches_for_is_not_trusted(tmp_path):
+    """A body is not handed to whoever listens at that address."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"),
+            *("-days", "1", "-keyout", str(key), "-out", str(cert)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    context.load_cert_chain(cert, key)
+    with receiver(wrap=context.wrap_socket) as told:
+        config = HooksConfig(webhook=told.url.replace("http:", "https:"), webhook_attempts=1)
+        (said,) = fired(config)
+    assert told.came == []
+    assert "SSLCertVerificationError" in said
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_a_webhook_at_an_ipv6_address():
+    """In brackets, as in any URL."""
+    with receiver(host="::1") as told:
+        assert fired(HooksConfig(webhook_timeout_s=60, webhook=told.url)) == []
+    assert told.came[0][0]["Host"].startswith("[::1]:")
+
+
+def test_a_user_in_the_webhooks_address_is_sent_as_such():
+    """As browsers and curl do."""
+    with receiver() as told:
+        url = told.url.replace("://", "://pager:pw@")
+        assert fired(HooksConfig(webhook_timeout_s=60, webhook=url)) == []
+    assert told.came[0][0]["Authorization"].startswith("Basic ")
+
+
+def test_a_telling_that_cannot_be_said_does_not_end_the_hook():
+    """Whoever read our words is gone: the next transition is told all the same."""
+
+    def gone(_: str) -> None:
+        raise BrokenPipeError
+
+    with receiver(404) as told:
+        line = Hooks(HooksConfig(webhook_timeout_s=60, webhook=told.url), say=gone)
+        line.fire(EVENT)
+        line.fire(EVENT)
+        line.close()
+    assert (len(told.came), line.lost) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "https:///hook", "ftp://x", "http://x:99999/", "http://[::1/", "http://a b/", ""],
+)
+def test_an_address_that_nothing_can_be_sent_to_is_an_error_at_once(url):
+    """And not when the first route falls back; the address may be a secret."""
+    with pytest.raises(ValueError, match="not an http:// or https:// URL"):
+        HooksConfig(webhook=url)
 
 
 def test_nobody_there_is_tried_again(at_once):
