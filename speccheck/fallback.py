@@ -75,10 +75,16 @@ RESET = "reset"
 DISABLED = "disabled"
 """What moves a route beside rules: time, a probation that went well, an operator."""
 
-_ENGINE_CLASSES = frozenset(
-    {"server_error", "stream_error", "bad_stream", "connection", "no_finish_reason", "no_done"}
+_ENGINE_ERRORS = frozenset(
+    {
+        *("server_error", "stream_error", "bad_stream", "no_finish_reason", "no_done"),
+        *("connection", "unreachable", "stall"),
+    }
 )
-_LOST = _ENGINE_CLASSES | {"timeout", "stall"}
+"""Error classes that are the server's own fault. A timeout may be a long answer: it counts in the
+error rate only."""
+
+_LOST = _ENGINE_ERRORS | {"timeout"}
 """Why the speculative arm lost an answer that target-only ended: what its hand-over says first."""
 
 _DOES_NOT_ADD_UP = "speculation metrics do not add up"
@@ -370,7 +376,6 @@ class Window:
         self.speculative = 0
         """Requests that the speculative arm served, or should have."""
         self._settings = settings
-        self._failed: list[Monitor] = []
         self.alpha_fail = alpha = settings.alpha_fail(length_s)
         config = settings.config
         rules = {name: limit for name, limit in settings.limits.items() if name != PROTECTED}
@@ -419,7 +424,7 @@ class Window:
         if not isinstance(self.watch, Monitors):
             return
         receipt = _as_served(receipt)
-        self._failed += self.watch.add(receipt, share=share, late=late)
+        self.watch.add(receipt, share=share, late=late)
         counts = receipt.arm == Arm.SPECULATIVE and not (
             receipt.kept_off or receipt.warm_up or receipt.priority == "protected"
         )
@@ -429,7 +434,7 @@ class Window:
         if self.engine_errors is not None and not (
             measure.is_refused(receipt) or receipt.outcome == Outcome.CANCELLED
         ):
-            self.engine_errors.add(event=receipt.error_class in _LOST - {"timeout"})
+            self.engine_errors.add(event=receipt.error_class in _ENGINE_ERRORS)
         if self.verifier_errors is not None and receipt.proposed_tokens is not None:
             self.verifier_errors.add(
                 event=any(text.startswith(_DOES_NOT_ADD_UP) for text in receipt.warnings)
@@ -444,7 +449,7 @@ class Window:
     def add_interval(self, arm: Arm, change: telemetry.Difference) -> None:
         """Take in what an arm's counters did between two scrapes."""
         if isinstance(self.watch, Scraped):
-            self._failed += self.watch.add(arm, change)
+            self.watch.add(arm, change)
             self.speculative = self.watch.speculative
             if arm is Arm.SPECULATIVE and self.verifier_errors is not None:
                 drafted = change.total(telemetry.DRAFT_TOKENS)
@@ -454,12 +459,12 @@ class Window:
 
     def failure(self) -> Failure | None:
         """The rule that turns the route off, now; what is counted first, it needs no minimum."""
-        counted = self._counted_failure()
+        broken = self._broken()
+        counted = self._counted_failure(broken)
         if counted is not None:
             return counted
         if self.speculative < self._settings.config.min_requests:
             return None
-        broken = [m for m in self._failed if self._is_broken(m)]
         if broken:
             return self._of_monitor(broken[0])
         errors = self.engine_errors
@@ -486,9 +491,9 @@ class Window:
             return Failure(PROTECTED, "", e, limit, "ratio", e.n, why)
         return None
 
-    def _counted_failure(self) -> Failure | None:
-        for monitor in self._failed:
-            if monitor.rule.kind == "count" and self._is_broken(monitor):
+    def _counted_failure(self, broken: Iterable[Monitor]) -> Failure | None:
+        for monitor in broken:
+            if monitor.rule.kind == "count":
                 return self._of_monitor(monitor)
         wrong = self.verifier_errors
         if wrong is None or not wrong.shows("over"):
@@ -503,14 +508,19 @@ class Window:
         )
         return Failure(VERIFIER_ERRORS, "", e, limit, "count", e.n, why)
 
-    def _is_broken(self, monitor: Monitor) -> bool:
-        """Whether a failed rule turns speculation off. On random ids only wrong output does."""
-        rule = monitor.rule
-        return (
-            monitor.limit.counted
-            and not rule.pays
-            and (rule.any_workload or not self._settings.unrepresentative)
-        )
+    def _broken(self) -> list[Monitor]:
+        """Failed rules that turn speculation off. On random ids only wrong output does.
+
+        Those of the present version: where another one came meanwhile, monitors began anew.
+        """
+        return [
+            monitor
+            for monitor in self.watch.monitors
+            if monitor.failed_at is not None
+            and monitor.limit.counted
+            and not monitor.rule.pays
+            and (monitor.rule.any_workload or not self._settings.unrepresentative)
+        ]
 
     def _of_monitor(self, monitor: Monitor) -> Failure:
         found = next(
@@ -598,6 +608,9 @@ class _Server:
     """What the scrapes of one arm's server say, by gauges and by whether it answers."""
 
     last: Snapshot | None = None
+    """The scrape before, if that was answered."""
+    counted: tuple[int, Snapshot] | None = None
+    """When the last one with counters in it was taken in, and that one."""
     answered_ns: int | None = None
     failing_ns: int | None = None
     failures: int = 0
@@ -827,27 +840,39 @@ class Machine:
 
     def _take_sample(self, sample: Sample, at: int) -> None:
         server = self._servers[sample.arm]
-        before = server.last
         was_clear = self._is_clear()
         server.take(sample.snapshot, at, self.settings.config.max_queued)
         if not was_clear and self._is_clear():
             self._clear_ns = at
-        if self.settings.evidence == "metrics" and before is not None and server.last is not None:
-            change = telemetry.difference(before, server.last)
-            if change.resets:  # another process answers: what was seen is of the one before
-                self._windows = []
-                self._row = _Row()
-            else:
-                if sample.arm is Arm.SPECULATIVE:
-                    drafted = change.total(telemetry.DRAFT_TOKENS)
-                    self._row.add(drafted, change.total(telemetry.ACCEPTED_TOKENS), at)
-                if self.state is RouteState.ENABLED:
-                    self._renew(at)
-                for window in self._open(at):
-                    window.add_interval(sample.arm, change)
-                self._received_ns = at
+        if self.settings.evidence == "metrics":
+            self._take_counters(sample, at)
         self._look_at_servers(at)
         self._look(at)
+
+    def _take_counters(self, sample: Sample, at: int) -> None:
+        """What an arm's counters did since the last page that had any: a scrape that failed between
+        loses nothing.
+        """
+        server, after = self._servers[sample.arm], sample.snapshot
+        if not after.has_counters:
+            return
+        began_ns, before = server.counted or (at, after)
+        server.counted = at, after
+        change = telemetry.difference(before, after)
+        if change.resets:  # another process answers: what was seen is of the one before
+            self._windows = []
+            self._row = _Row()
+            return
+        if before is after or (began_ns < self.since_ns and self.seq > 0):
+            return  # partly of the state before
+        if sample.arm is Arm.SPECULATIVE:
+            drafted = change.total(telemetry.DRAFT_TOKENS)
+            self._row.add(drafted, change.total(telemetry.ACCEPTED_TOKENS), at)
+        if self.state is RouteState.ENABLED:
+            self._renew(at)
+        for window in self._open(at):
+            window.add_interval(sample.arm, change)
+        self._received_ns = at
 
     def _open(self, at: int) -> list[Window]:
         """The windows that take evidence in, the first ones begun; none while nothing speculates.
@@ -935,7 +960,9 @@ class Machine:
                 return None
             return (at - since) / 1e9
 
-        lasted = held(mine.failing_ns, config.max_unreachable_s)
+        # An answer that was completed is a sign of life, whatever /metrics does.
+        silent_ns = None if mine.failing_ns is None else max(mine.failing_ns, self._last_good_ns)
+        lasted = held(silent_ns, config.max_unreachable_s)
         if (
             lasted is not None
             and mine.failing_ns is not None
@@ -943,14 +970,13 @@ class Machine:
             and mine.answered_ns is not None
             and control.failing_ns is None
             and (control.answered_ns or 0) >= mine.failing_ns
-            and self._last_good_ns < mine.failing_ns
         ):
             why = (
                 f"the speculative server has not answered for {lasted:.3g} s and {mine.failures}"
                 f" tries, over the limit of {config.max_unreachable_s:g} s, and no request"
                 f" completed meanwhile; target-only answers [{mine.why}]"
             )
-            self._fall_exactly(UNREACHABLE, lasted, mine.failures, why, at, mine.failing_ns)
+            self._fall_exactly(UNREACHABLE, lasted, mine.failures, why, at, silent_ns)
             return
         lasted = held(mine.stalled_ns, config.max_stall_s)
         if lasted is not None and mine.stalled_n >= 2 and control.stalled_ns is None:
@@ -1249,5 +1275,6 @@ def resume(
     them on the present one (`now_ns`).
     """
     shift_ns = now_ns - now_wall_ns
-    rows = [replace(moved, at_ns=wall_ns + shift_ns) for moved, wall_ns in kept]
+    # A clock that was set back since would put them into the future, where no receipt counts.
+    rows = [replace(moved, at_ns=min(wall_ns + shift_ns, now_ns)) for moved, wall_ns in kept]
     return Machine.restore(settings, route, rows)

@@ -104,6 +104,11 @@ class Snapshot:
         return _by_label(self.samples, name, label)
 
     @property
+    def has_counters(self) -> bool:
+        """Whether a counter is in it: not in a scrape that failed, nor in an empty page."""
+        return any(_is_counter(name) for name, _ in self.samples)
+
+    @property
     def failure(self) -> str | None:
         """Why the scrape failed; None where it did not."""
         return next((dict(labels)["why"] for name, labels in self.samples if name == FAILED), None)
@@ -187,7 +192,7 @@ class Counted:
 def parse_metrics(text: str, taken_ns: int, names: Collection[str] | None = None) -> Snapshot:
     """A page in Prometheus text format as a snapshot; of `names` only, where given.
 
-    NaN samples (an unset summary) are left out: absent.
+    NaN samples (an unset summary) and infinite ones are left out: absent.
 
     Raises:
         EngineError: for text in another format.
@@ -201,7 +206,7 @@ def parse_metrics(text: str, taken_ns: int, names: Collection[str] | None = None
     try:
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
-                if not math.isnan(sample.value):
+                if math.isfinite(sample.value):
                     series = (sample.name, tuple(sorted(sample.labels.items())))
                     samples[series] = float(sample.value)
     except (ValueError, KeyError, IndexError) as error:
@@ -326,9 +331,10 @@ async def sample(
 def difference(before: Snapshot, after: Snapshot) -> Difference:
     """What each counter did from `before` to `after`, per engine, with restarts seen.
 
-    An engine has restarted where any of its counters went down or its `_created` times rose: then
-    *all* its counters use their after-values, since one that grew fast may have passed its old
-    value again. Counters that are new in `after` count from 0. Gauges are no part of this.
+    An engine has restarted where any of its counters went down or its `_created` times are others
+    (older ones: another replica answers): then *all* its counters use their after-values, since one
+    that grew fast may have passed its old value again. Counters that are new in `after` count from
+    0. Gauges are no part of this.
     """
     restarted: set[str] = set()
     for series, value in after.samples.items():
@@ -337,7 +343,7 @@ def difference(before: Snapshot, after: Snapshot) -> Difference:
             continue
         name = series[0]
         went_down = _is_counter(name) and value < earlier
-        was_recreated = name.endswith("_created") and value > earlier
+        was_recreated = name.endswith("_created") and value != earlier
         if went_down or was_recreated:
             restarted.add(_engine(series))
     values = {

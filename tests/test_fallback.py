@@ -855,3 +855,119 @@ def test_failures_in_a_row_after_a_long_calm_are_no_rate_over_the_limit():
     assert moved.estimate.value < moved.limit
     assert "came too close together for the limit of" in moved.why
     assert "is over" not in moved.why
+
+
+# --- what others broke ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error_class", ["unreachable", "stall", "connection", "server_error"])
+def test_the_servers_own_faults_are_engine_errors(error_class):
+    """A server that nobody can connect to has failed as much as one that breaks off."""
+    machine = Machine(replace(settings(), limits={}), "chat")
+    fields = {**DEAD, "error_class": error_class}
+    (moved,) = feed(machine, [served(i, S + i, **fields) for i in range(30)])
+    assert moved.rule == "max_engine_error_rate"
+
+
+def test_an_answer_that_took_too_long_is_no_engine_error():
+    """It may be a long one: it is in the error rate."""
+    machine = Machine(settings(), "chat")
+    slow = {"outcome": "incomplete", "error_class": "timeout"}
+    (moved,) = feed(machine, [served(i, S + i, **slow) for i in range(12)])
+    assert moved.rule == "max_error_rate"
+
+
+def test_a_failure_of_a_version_that_was_replaced_moves_nothing():
+    """What was too few requests to count is not made up by those of the next version."""
+    machine = Machine(settings(min_requests=20, max_engine_error_rate=None), "chat")
+    bad = [served(i, S + i, **DEAD) for i in range(8)]
+    assert feed(machine, bad) == []
+    assert feed(machine, [replace(r, policy_version="new") for r in good(40, 2 * S)]) == []
+
+
+def test_a_server_that_dies_after_its_page_did_is_unreachable_from_its_last_answer():
+    """One answer after the first failed scrape does not vouch for it for ever."""
+    machine = Machine(settings(max_unreachable_s=15), "chat")
+    moved = []
+    for second in range(1, 60):
+        if second <= 10:
+            moved += feed(machine, good(1, second * S, proposed_tokens=90 + second))
+        one = both(machine, second, flowing(second) if second < 5 else "no answer", flowing(second))
+        moved += [one] if one else []
+    (only,) = moved
+    assert only.rule == "max_unreachable_s"
+    assert 25 * S <= only.at_ns <= 28 * S
+
+
+def test_scrapes_that_fail_now_and_then_lose_no_evidence():
+    """Counters are differenced over the hole."""
+    machine = Machine(settings(evidence="metrics"), "chat")
+
+    def flaky(second: int) -> Snapshot | str:
+        return "no answer within 3 s" if second % 2 else counters(second, errors=0.2)
+
+    moved = run_scrapes(machine, flaky, counters, 120)
+    assert moved
+    assert moved[0].rule == "max_error_rate"
+
+
+def test_what_a_process_did_before_it_died_is_no_evidence_on_the_next():
+    """Also where nobody saw it start again."""
+    machine = Machine(settings(evidence="metrics"), "chat")
+
+    def restarted(second: int) -> Snapshot | str:
+        if second < 20:
+            return counters(second)
+        return "refused" if second < 25 else counters(second - 24)
+
+    assert run_scrapes(machine, restarted, counters, 25) == []
+    assert {window.began_ns for window in machine.windows} == {25 * S}
+
+
+def test_a_page_without_counters_is_no_page_of_zeros():
+    """What was counted since the server began is not what happened after an empty page."""
+    machine = Machine(settings(evidence="metrics"), "chat")
+
+    def once_bad(second: int) -> Snapshot:
+        if second == 30:
+            return Snapshot(second * S, {})
+        made = counters(second)
+        labels = (("engine", "0"), ("finished_reason", "error"))
+        return replace(made, samples={**made.samples, (telemetry.FINISHED, labels): 500.0})
+
+    assert run_scrapes(machine, once_bad, counters, 60) == []
+
+
+def test_evidence_of_a_state_before_is_none_of_the_next_by_metrics_either():
+    """An interval that began before a route was tried again says nothing of the trial."""
+    machine = Machine(settings(evidence="metrics", cool_down_s=30), "chat")
+
+    def dies(second: int) -> Snapshot | str:
+        return counters(second, accepted=0.0 if second < 50 else 0.7)
+
+    moved = run_scrapes(machine, dies, counters, 120)
+    assert [m.rule for m in moved[:2]] == ["max_unaccepted_tokens", "cool_down"]
+    since = moved[1].at_ns
+    assert all(window.began_ns > since for window in machine.windows)
+
+
+def test_a_wall_clock_that_was_set_back_blinds_no_guard():
+    """A row from the future would make each receipt one from before."""
+    (moved,) = feed(Machine(settings(), "chat"), [served(i, S + i, **DEAD) for i in range(10)])
+    rows = [
+        (moved, 3_600 * S),
+        (
+            replace(moved, seq=1, before=moved.after, after=RouteState.ENABLED, rule="probation"),
+            3_601 * S,
+        ),
+    ]
+    machine = fallback.resume(settings(), "chat", rows, now_wall_ns=10 * S, now_ns=5 * S)
+    assert machine.state is RouteState.ENABLED
+    (again,) = feed(machine, [served(i, 6 * S + i, **DEAD) for i in range(10)])
+    assert again.after is RouteState.FELL_BACK
+
+
+def test_a_period_in_which_no_two_fallbacks_fit_is_refused():
+    """It would never turn a route off for good, and cut the cool-down short."""
+    with pytest.raises(ValueError, match="longer than cool_down_s"):
+        FallbackConfig(cool_down_s=600, period_s=600)

@@ -90,6 +90,23 @@ def test_a_new_creation_time_is_a_restart():
     assert difference(before, after).total(DRAFTS) == 15
 
 
+def test_an_older_creation_time_is_another_replica():
+    """Two servers behind one address: what lies between their pages nobody did."""
+    text = (
+        'vllm:spec_decode_num_drafts_total{{engine="0"}} {}\n'
+        'vllm:spec_decode_num_drafts_created{{engine="0"}} {}\n'
+    )
+    before, after = parse_metrics(text.format(10, 2e9), 0), parse_metrics(text.format(1500, 1e9), 1)
+    assert difference(before, after).resets == ("0",)
+
+
+def test_values_without_a_number_are_absent():
+    """Neither NaN nor infinity is a count."""
+    page = 'vllm:generation_tokens_total{engine="0"} %s\nvllm:num_requests_running 1\n'
+    for value in ("NaN", "+Inf", "-Inf"):
+        assert list(parse_metrics(page % value, 0).samples) == [("vllm:num_requests_running", ())]
+
+
 count_lists = st.lists(st.integers(0, 50), min_size=1, max_size=8)
 
 
