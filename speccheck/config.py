@@ -15,6 +15,7 @@ from datetime import date, timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
+from urllib.parse import urlsplit
 
 from pydantic import (
     BaseModel,
@@ -34,6 +35,12 @@ MOST_DRAFTED = 256
 
 PACKAGED = "packaged"
 """Written in place of a path: the file that comes with speccheck."""
+
+
+SECRET_NAME = re.compile(
+    r"(?i)(api[-_]?key|secret|passw(or)?d|authorization|bearer|(access|auth|hf)[-_]?token)"
+)
+"""Names of settings whose values are never kept and never shown."""
 
 
 def package_dir(name: str) -> Path:
@@ -165,6 +172,22 @@ class Embedded(Model):
     max_model_len: Positive = 4096
 
 
+def http_url(value: str) -> str:
+    """A URL that a request can be sent to, as it is.
+
+    Raises:
+        ValueError: it is none; without its text, which may be a secret.
+    """
+    try:
+        parts = urlsplit(value)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none, a bracket that is not closed
+        is_one = False
+    if not is_one or not value.isprintable() or " " in value:
+        raise ValueError("not an http:// or https:// URL with a host")
+    return value
+
+
 class Attached(Model):
     """A pair of OpenAI-compatible servers that run already."""
 
@@ -186,8 +209,8 @@ class Attached(Model):
     def _url(cls, value: str | None) -> str | None:
         if value is None:
             return None
-        if not value.startswith(("http://", "https://")):
-            raise ValueError(f"{value!r} is not an http:// or https:// URL")
+        if "@" in http_url(value).partition("://")[2].partition("/")[0]:
+            raise ValueError("an address with a user in it: keys go by api_key_env")
         return value.rstrip("/")
 
     @model_validator(mode="after")
@@ -239,6 +262,23 @@ class VllmServers(Model):
             if name.lstrip("-").replace("_", "-") in ours:
                 raise ValueError(f"{name!r} is set by speccheck; leave it out")
         return value
+
+    @field_validator("args", "env")
+    @classmethod
+    def _no_keys(cls, value: dict[str, Any]) -> dict[str, Any]:
+        for name, given in value.items():
+            if SECRET_NAME.search(name) and isinstance(given, str) and given:
+                raise ValueError(
+                    f"{name!r}: what stands here is kept with the run; servers have our environment"
+                    " beside it, so set keys there"
+                )
+        return value
+
+    @model_validator(mode="after")
+    def _apart(self) -> VllmServers:
+        if self.ports[0] == self.ports[1] != 0:
+            raise ValueError(f"ports: both servers cannot have port {self.ports[0]}")
+        return self
 
 
 class CorpusConfig(Model):
@@ -396,9 +436,7 @@ class HooksConfig(Model):
     @field_validator("webhook")
     @classmethod
     def _url(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("http://", "https://")):
-            raise ValueError(f"{value!r} is not an http:// or https:// URL")
-        return value
+        return None if value is None else http_url(value)
 
 
 class FallbackConfig(Model):
@@ -410,7 +448,7 @@ class FallbackConfig(Model):
     limits: RuleLimits = RuleLimits()
     """Limits on live traffic, in place of those of guardrails.yaml."""
     max_engine_error_rate: Share | None = 0.005
-    """Server errors, broken streams and lost connections of the speculative arm."""
+    """Server errors, broken and silent streams, lost and refused connections of the speculative arm."""
     max_verifier_errors: Count | None = 0
     """Answers whose counts of drafted and accepted tokens cannot be, in one window."""
     max_unaccepted_tokens: Positive | None = 1000
@@ -450,6 +488,15 @@ class FallbackConfig(Model):
         if any(b <= a for a, b in pairwise(value)):
             raise ValueError("give growing lengths, each once")
         return value
+
+    @model_validator(mode="after")
+    def _counted(self) -> FallbackConfig:
+        if self.period_s <= self.cool_down_s:
+            raise ValueError(
+                f"period_s {self.period_s:g} must be longer than cool_down_s {self.cool_down_s:g}:"
+                " no two fallbacks would ever count together"
+            )
+        return self
 
 
 class MixConfig(Model):

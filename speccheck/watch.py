@@ -15,16 +15,17 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import aiohttp
 
 from speccheck import fallback, launch, telemetry
-from speccheck.config import Guardrails, Rollout
+from speccheck.config import Guardrails, Rollout, http_url
 from speccheck.errors import ExitCode, StoreError, UsageError
 from speccheck.fallback import GRACE_NS, Gauge, Machine, Sample
 from speccheck.hooks import Event, Hooks
 from speccheck.records import GATEWAY, Arm, Receipt, RouteState, Stage, Transition
-from speccheck.store import Store
+from speccheck.store import RecordedTransition, Store
 from speccheck.telemetry import Snapshot
 
 LIVE = (GATEWAY, Stage.CANARY)
@@ -102,18 +103,24 @@ class _Receipts:
     shift_ns: int = 0
     """From our clock to that of the run."""
 
+    def find(self, store: Store) -> bool:
+        """Look for the live run: that which a process took up last; whether it is another now."""
+        runs = [r for r in store.runs() if r.config["rollout"]["name"] == self.rollout]
+        live = [r.run_id for r in runs if r.config.get("gateway")] or [r.run_id for r in runs]
+        latest = max(live, key=lambda run_id: store.anchors(run_id)[-1].wall_ns, default="")
+        if latest == self.run_id:
+            return False
+        self.run_id, self.place, self.shift_ns = latest, -1, 0
+        first = store.anchors(latest)[0]
+        if first.boot not in ("", launch.boot_id()):
+            now = time.time_ns() - time.perf_counter_ns()
+            self.shift_ns = now - (first.wall_ns - first.clock_ns)
+        return True
+
     def more(self, store: Store, since_ns: int) -> list[Receipt]:
         """Those that came in since the last look; at the first, those that ended since a time."""
         if not self.run_id:
-            runs = [r for r in store.runs() if r.config["rollout"]["name"] == self.rollout]
-            live = [r for r in runs if r.config.get("gateway")] or runs
-            if not live:
-                return []
-            self.run_id = live[-1].run_id
-            first = store.anchors(self.run_id)[0]
-            if first.boot not in ("", launch.boot_id()):
-                now = time.time_ns() - time.perf_counter_ns()
-                self.shift_ns = now - (first.wall_ns - first.clock_ns)
+            return []
         is_first = self.place < 0
         found, self.place = store.arrived_after(self.run_id, self.place, LIVE)
         return [r for r in found if _ended_ns(r) >= since_ns] if is_first else found
@@ -146,22 +153,41 @@ class Follower:
         names = [route.name for route in w.rollout.routes]
         if w.store is None and len(names) > 1:
             names = [PAIR]
-        kept: dict[str, list[tuple[Transition, int]]] = {name: [] for name in names}
+        rows: list[RecordedTransition] = []
         if w.store is not None:
             self.receipts = _Receipts(w.store, w.rollout.name)
             with self._reading() as store:
-                for row in store.transitions(w.rollout.name):
-                    if row.transition.route in kept:
-                        kept[row.transition.route].append((row.transition, row.wall_ns))
+                self.receipts.find(store)
+                rows = store.transitions(w.rollout.name)
         for name in names:
-            settings = fallback.settings_of(
-                w.rollout, w.rules, name, evidence="metrics" if w.store is None else "receipts"
-            )
-            self.machines[name] = fallback.resume(
-                settings, name, kept[name], now_wall_ns=time.time_ns(), now_ns=self.clock_ns()
-            )
-            if kept[name]:
-                self.why[name] = kept[name][-1][0].why
+            self._take_up(name, rows)
+
+    def _take_up(self, name: str, rows: Sequence[RecordedTransition]) -> None:
+        """A route's machine anew, where the rows of the store say that it stands."""
+        w = self.watched
+        evidence: Literal["metrics", "receipts"] = "metrics" if w.store is None else "receipts"
+        settings = fallback.settings_of(w.rollout, w.rules, name, evidence=evidence)
+        kept = [(row.transition, row.wall_ns) for row in rows if row.transition.route == name]
+        self.machines[name] = fallback.resume(
+            settings, name, kept, now_wall_ns=time.time_ns(), now_ns=self.clock_ns()
+        )
+        self.unwritten = [one for one in self.unwritten if one[0].route != name]
+        if kept:
+            self.why[name] = kept[-1][0].why
+
+    def _adopt(self, store: Store) -> None:
+        """Be where the store says a route is, if somebody else moved it (a gateway, an operator's
+        reset), and follow the run that is live now.
+        """
+        if self.receipts is None:
+            return
+        rows = store.transitions(self.watched.rollout.name)
+        is_other = self.receipts.find(store)
+        for name, machine in self.machines.items():
+            ours = [moved.seq for moved, _, _ in self.unwritten if moved.route == name]
+            written = sum(row.transition.route == name for row in rows)
+            if is_other or written > min(ours, default=machine.seq):
+                self._take_up(name, rows)
 
     def clock_ns(self) -> int:
         """The clock of receipts, now."""
@@ -200,8 +226,10 @@ class Follower:
     def _take_receipts(self) -> None:
         if self.receipts is None:
             return
+        self._write()  # before another one's rows are taken for newer than ours
         try:
             with self._reading() as store:
+                self._adopt(store)
                 windows_s = self.watched.rollout.fallback.windows_s
                 back_ns = round(2e9 * windows_s[-1]) if windows_s else 0
                 found = self.receipts.more(store, self.clock_ns() - back_ns)
@@ -314,7 +342,7 @@ def urls_of(rollout: Rollout, given: Mapping[Arm, str | None]) -> dict[Arm, str]
     """The pair's addresses: as given, else those of an attached rollout.
 
     Raises:
-        UsageError: one is missing.
+        UsageError: one is missing, or is no URL.
     """
     attached = rollout.attached
     named = {
@@ -329,6 +357,11 @@ def urls_of(rollout: Rollout, given: Mapping[Arm, str | None]) -> dict[Arm, str]
             f"rollout {rollout.name} does not say where its {missing[0]} server is (engine:"
             f" {rollout.engine}); give {option} URL"
         )
+    for arm, url in found.items():
+        try:
+            http_url(str(url))
+        except ValueError as error:
+            raise UsageError(f"--{arm.replace('_', '-')}: {error}") from None
     return {arm: str(url).rstrip("/") for arm, url in found.items()}
 
 

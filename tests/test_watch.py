@@ -343,6 +343,87 @@ def test_a_store_that_is_held_is_tried_again(pair, store):
         assert len(opened.transitions("watched")) == 1
 
 
+def test_a_route_that_somebody_else_moved_is_where_they_put_it(pair, store):
+    """An operator's reset is obeyed, and what is decided after it can be written."""
+    watch = Watch(pair, store, cool_down_s=600)
+    now = time.perf_counter_ns()
+    grow(store, [live(i, now + i, completion_tokens=2, **DEAD) for i in range(12)])
+    watch.until(lambda: bool(watch.moved) and not watch.follower.unwritten)
+    assert watch.state is RouteState.FELL_BACK
+    assert invoke("reset", "chat", "--reason", "mended", "--out", str(store.parent))[0] == 0
+    watch.looks(1)
+    assert watch.state is RouteState.PROBATION
+    now = time.perf_counter_ns()
+    grow(store, [live(i, now + i, completion_tokens=2, **DEAD) for i in range(20, 40)])
+    watch.until(lambda: len(watch.moved) == 2 and not watch.follower.unwritten)
+    assert watch.views[-1].note == ""
+    with Store.read(store) as opened:
+        assert [row.transition.seq for row in opened.transitions("watched")] == [0, 1, 2]
+
+
+def test_a_new_run_is_followed_from_its_beginning(pair, store):
+    """A gateway that was started again with other settings has another run."""
+    watch = Watch(pair, store, cool_down_s=600)
+    watch.looks(1)
+    other = replace(RUN, run_id="run-2", created_at_ns=2)
+    with Store.open(store) as opened:
+        opened.begin_run(other, wall_ns=time.time_ns(), clock_ns=time.perf_counter_ns())
+        for arm in ARMS.values():
+            opened.put_arm("run-2", arm)
+    now = time.perf_counter_ns()
+    made = [
+        replace(live(i, now + i, completion_tokens=2, **DEAD), run_id="run-2") for i in range(12)
+    ]
+    grow(store, [replace(r, receipt_id=key_of(r)) for r in made])
+    watch.until(lambda: bool(watch.moved))
+    assert watch.state is RouteState.FELL_BACK
+    with Store.open(store) as opened:  # the first one is taken up again
+        opened.begin_run(RUN, wall_ns=time.time_ns(), clock_ns=time.perf_counter_ns())
+    watch.looks(1)
+    assert watch.follower.receipts is not None
+    assert watch.follower.receipts.run_id == "run-1"
+
+
+def test_a_cool_down_outlives_the_start_of_the_machine(pair, tmp_path):
+    """The clock of a run from before it began anew: the wall clock says how long it has been."""
+    path = tmp_path / "receipts.duckdb"
+    day_ns, then_ns = 86_400 * 10**9, time.time_ns() - 30 * 10**9
+    with Store.open(path) as opened:
+        opened.begin_run(RUN, wall_ns=then_ns - day_ns, clock_ns=5, boot="another one")
+    fell = Transition(
+        route="chat",
+        seq=0,
+        at_ns=day_ns,
+        before=RouteState.ENABLED,
+        after=RouteState.FELL_BACK,
+        rule="max_error_rate",
+        cohort="",
+        estimate=None,
+        limit=None,
+        unit="",
+        window_s=None,
+        n=9,
+        share=0.0,
+        fallbacks=1,
+        why="it failed",
+    )
+    with Store.open(path) as opened:
+        opened.append_transition("watched", fell, run_id="run-1", wall_ns=then_ns, settings="s")
+    watch = Watch(pair, path, cool_down_s=600)
+    watch.looks(2)
+    assert watch.state is RouteState.FELL_BACK
+    due_s = watch.views[-1].routes[0].due_s
+    assert due_s is not None
+    assert 0 < due_s <= 570
+
+
+@pytest.mark.parametrize("url", ["gpu1:8000", "http://", "http://[::1:8000"])
+def test_an_address_that_is_none_is_a_usage_error(url):
+    """And no server that does not answer."""
+    with pytest.raises(UsageError, match="--speculative: not an http"):
+        urls_of(rollout(), {Arm.TARGET_ONLY: "http://[::1]:8000", Arm.SPECULATIVE: url})
+
+
 def invoke(*argv: str) -> tuple[int, str]:
     done = CliRunner().invoke(cli, ["fallback", *argv], standalone_mode=False)
     if done.exception is not None:
