@@ -448,7 +448,7 @@ class FallbackConfig(Model):
     limits: RuleLimits = RuleLimits()
     """Limits on live traffic, in place of those of guardrails.yaml."""
     max_engine_error_rate: Share | None = 0.005
-    """Server errors, broken and silent streams, lost and refused connections of the speculative arm."""
+    """Server errors, broken and silent streams, lost and refused connections."""
     max_verifier_errors: Count | None = 0
     """Answers whose counts of drafted and accepted tokens cannot be, in one window."""
     max_unaccepted_tokens: Positive | None = 1000
