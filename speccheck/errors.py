@@ -54,3 +54,7 @@ class EngineError(SpeccheckError):
 
 class StoreError(SpeccheckError):
     """The receipt store is locked, unreadable, read-only, full or from another version."""
+
+
+class StoreHeldError(StoreError):
+    """Another process has the store open; a gateway that writes has it for a moment only."""

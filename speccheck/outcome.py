@@ -8,6 +8,7 @@ list of decisions.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +35,7 @@ from speccheck.context import (
     measured_arms,
     policy_path,
 )
-from speccheck.errors import ExitCode, StoreError, UsageError
+from speccheck.errors import ExitCode, StoreError, StoreHeldError, UsageError
 from speccheck.graded import in_figures
 from speccheck.grading.blind import PreferenceSummary, summarise
 from speccheck.quality import CaseStatus
@@ -116,12 +117,17 @@ class WrittenPacket:
         }
 
 
+_PATIENCE_S = 3.0
+"""How long a store that another process holds is asked for."""
+
+
 # --- finding a run ------------------------------------------------------------------------------
 
 
 @contextmanager
 def open_store(out: Path, *, mode: Literal["read", "write"] = "read") -> Iterator[Store]:
-    """The store of a run's folder, which must be there.
+    """The store of a run's folder, which must be there. A gateway's, which writes in bursts, is
+    waited for.
 
     Raises:
         StoreError: there is none, or another process holds it.
@@ -129,7 +135,16 @@ def open_store(out: Path, *, mode: Literal["read", "write"] = "read") -> Iterato
     path = out / STORE_NAME
     if not path.exists():
         raise StoreError(f"{path}: no receipts there; run a stage first, or give the --out of one")
-    with Store.open(path, mode) as store:
+    give_up = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            opened = Store.open(path, mode)
+            break
+        except StoreHeldError:
+            if time.monotonic() > give_up:
+                raise
+            time.sleep(0.02)
+    with opened as store:
         yield store
 
 

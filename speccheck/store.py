@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from speccheck.errors import StoreError, UsageError
+from speccheck.errors import StoreError, StoreHeldError, UsageError
 from speccheck.health import ClientHealth
 from speccheck.records import (
     Action,
@@ -1586,7 +1586,8 @@ def _plain_errors(path: Path) -> Iterator[None]:
         known = _explain(str(error))
         if known is None and isinstance(error, duckdb.ProgrammingError):
             raise  # wrong SQL is a bug of ours and keeps its traceback
-        raise StoreError(f"{path}: {known or _first_line(str(error))}") from error
+        kind = StoreHeldError if re.search(_HELD, str(error), re.IGNORECASE) else StoreError
+        raise kind(f"{path}: {known or _first_line(str(error))}") from error
     except OSError as error:
         known = _explain(f"{error.strerror}: {error}")
         raise StoreError(f"{path}: {known or error.strerror}") from error
@@ -1604,9 +1605,11 @@ def _first_line(message: str) -> str:
     return " ".join(message.split("\n", 1)[0].split())
 
 
+_HELD = r"conflicting lock is held in .*\(PID (\d+)\)"
+
 _CAUSES = (
     (
-        r"conflicting lock is held in .*\(PID (\d+)\)",
+        _HELD,
         (
             "held by process {0} (a run or gateway that is still going); "
             "wait until it ends, or choose another --out"

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import typing
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
@@ -20,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speccheck import client
+from speccheck import client, outcome
 from speccheck import store as store_module
 from speccheck.errors import StoreError, UsageError
 from speccheck.health import ClientHealth
@@ -663,6 +664,28 @@ def test_a_store_held_by_another_process_names_it(path):
         holder.wait()
     with Store.open(path) as store:
         assert store.runs() == []
+
+
+def test_a_store_that_is_held_for_a_moment_is_waited_for(path):
+    """As a gateway holds its own between two answers: the reader does not see it."""
+    with Store.open(path):
+        pass
+    code = (
+        "import sys; from speccheck.store import Store\n"
+        f"with Store.open({str(path)!r}):\n"
+        "    print('open', flush=True); sys.stdin.readline()"
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "open\n"
+        let_go = threading.Timer(0.3, holder.communicate, ["go on\n"])
+        let_go.start()
+        with outcome.open_store(path.parent) as store:
+            assert store.runs() == []
+        let_go.join()
 
 
 def test_a_missing_store_is_not_made_by_reading(path):
