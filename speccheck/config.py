@@ -211,7 +211,7 @@ class Attached(Model):
             return None
         if "@" in http_url(value).partition("://")[2].partition("/")[0]:
             raise ValueError("an address with a user in it: keys go by api_key_env")
-        return value.rstrip("/")
+        return value.rstrip("/").removesuffix("/v1").rstrip("/")
 
     @model_validator(mode="after")
     def _two(self) -> Attached:

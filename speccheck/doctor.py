@@ -211,7 +211,7 @@ _CHAT = (
 def _chat(pair: launch.Arms) -> Check:
     """Chat template and system prompt: both servers must make the same tokens of the same chat."""
     rendered = [launch.render(arm.url, arm.model, _CHAT, pair.api_key) for arm in pair]
-    if None in rendered:
+    if any(one is None or not one["tokens"] for one in rendered):
         return Check("chat template", "warn", "a server does not render chats (/tokenize)")
     if rendered[0] != rendered[1]:
         return Check("chat template", "bad", "the servers make other tokens of the same chat")

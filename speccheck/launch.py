@@ -10,6 +10,7 @@ themselves report.
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import os
 import platform
@@ -302,11 +303,20 @@ def longest_context(arm: ArmDescription, key: str | None) -> int | None:
     Raises:
         EngineError: the server does not answer.
     """
-    models = _get_json(arm.url, "/v1/models", key) or {}
-    for entry in models.get("data", []):
-        if entry.get("id") == arm.model and isinstance(entry.get("max_model_len"), int):
+    for entry in _models(arm.url, key):
+        if entry["id"] == arm.model and isinstance(entry.get("max_model_len"), int):
             return int(entry["max_model_len"])
     return None
+
+
+def _models(url: str, key: str | None) -> list[Mapping[str, Any]]:
+    """What a server says that it serves: entries that have an id."""
+    listed = (_get_json(url, "/v1/models", key) or {}).get("data")
+    return [
+        entry
+        for entry in (listed if isinstance(listed, list) else ())
+        if isinstance(entry, Mapping) and isinstance(entry.get("id"), str)
+    ]
 
 
 def count_prompt_tokens(
@@ -365,11 +375,10 @@ def render(
         {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
     )
     try:
-        with urllib.request.urlopen(request, timeout=10) as reply:  # noqa: S310
-            value = json.loads(reply.read())
-    except (OSError, ValueError):
+        value = json_of(request, timeout_s=10)
+    except NO_REPLY:
         return None  # not known; what then holds is for the caller to say
-    if not isinstance(value, dict):
+    if not isinstance(value, dict) or not isinstance(value.get("tokens"), list):
         return None
     return {name: value.get(name) for name in ("count", "tokens")}
 
@@ -756,8 +765,7 @@ def _describe(arm: Arm, url: str, model: str | None, key: str | None) -> ArmDesc
     Raises:
         EngineError: the server does not answer, or has no model.
     """
-    models = _get_json(url, "/v1/models", key)
-    names = [str(entry.get("id")) for entry in (models or {}).get("data", [])]
+    names = [entry["id"] for entry in _models(url, key)]
     if not names:
         raise EngineError(f"{arm} server at {url}: /v1/models lists no model")
     if model is not None and model not in names:
@@ -781,7 +789,9 @@ def _description(
         url=url,
         engine=f"{engine} {version}",
         model=model,
-        speculative_config=next((found for found in speculative if found), None),
+        speculative_config=next(
+            (one for one in speculative if isinstance(one, dict) and one), None
+        ),
         config=config,
     )
     return _with_digests(described)
@@ -813,11 +823,17 @@ def _without_speculation(value: Any, found: list[Any]) -> Any:
     return kept
 
 
+def model_folder(arm: ArmDescription) -> str | None:
+    """The model as vLLM was told to load it: a folder or a hub name; None if it does not say."""
+    named = flat(arm.config).get("vllm_config.model_config.model")
+    return named if isinstance(named, str) else None
+
+
 def _with_digests(arm: ArmDescription) -> ArmDescription:
     """Digests of the model files, where the server reads them from a folder of this machine."""
-    target = arm.config.get("vllm_config", {}).get("model_config", {}).get("model")
+    target = model_folder(arm)
     config = dict(arm.config)
-    if isinstance(target, str) and (files := _file_digests(Path(target))):
+    if target is not None and (files := _file_digests(Path(target))):
         config["model_files"] = files
     speculative = arm.speculative_config
     draft = None if speculative is None else speculative.get("model")
@@ -846,18 +862,31 @@ def _get_json(url: str, path: str, key: str | None, optional: str = "") -> dict[
         request.add_header("Authorization", f"Bearer {key}")
     try:
         # vLLM asks its whole system before it answers /server_info: many seconds on a busy machine.
-        with urllib.request.urlopen(request, timeout=60) as reply:  # noqa: S310
-            value = json.loads(reply.read())
+        value = json_of(request, timeout_s=60)
     except urllib.error.HTTPError as error:
         if optional and error.code in (401, 403, 404, 405, 501):
             return None
         raise EngineError(
             f"{url}{path}: HTTP {error.code}; is this the server's base URL?"
         ) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
+    except NO_REPLY as error:
+        reason = (
+            getattr(error, "reason", None) or " ".join(str(error).split()) or type(error).__name__
+        )
         raise EngineError(f"{url}{path}: no answer ({reason}); is the server running?") from None
     return value if isinstance(value, dict) else None
+
+
+NO_REPLY = (OSError, ValueError, http.client.HTTPException, RecursionError)
+"""What comes of a request where the other end is down, no web server, or sends no JSON."""
+
+_LONGEST_REPLY = 64 << 20
+
+
+def json_of(request: urllib.request.Request, *, timeout_s: float) -> Any:
+    """The JSON of a reply; one of `NO_REPLY` is raised where there is none."""
+    with urllib.request.urlopen(request, timeout=timeout_s) as reply:  # noqa: S310
+        return json.loads(reply.read(_LONGEST_REPLY))
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -37,6 +38,9 @@ class _Served:
     method: str
     max_model_len: int | None
     generation_config: str
+    """Where sampling defaults come from: vllm (none), auto (the target's folder), a folder."""
+    overrides: dict[str, Any]
+    """Sampling defaults that are given by themselves."""
     dtype: str | None
 
 
@@ -50,7 +54,7 @@ def check_models(loaded: Rollout) -> list[Check]:
         return [Check("draft", "warn", text)]
     if loaded.engine == "embedded":
         served = _Served(
-            loaded.embedded.model, draft, method, loaded.embedded.max_model_len, "vllm", None
+            loaded.embedded.model, draft, method, loaded.embedded.max_model_len, "vllm", {}, None
         )
     else:
         args = loaded.vllm.args
@@ -58,8 +62,9 @@ def check_models(loaded: Rollout) -> list[Check]:
             loaded.vllm.target,
             draft,
             method,
-            vllm.argument(args, "max-model-len"),
+            _length(vllm.argument(args, "max-model-len")),
             str(vllm.argument(args, "generation-config") or "auto"),
+            _object(vllm.argument(args, "override-generation-config")),
             vllm.argument(args, "dtype"),
         )
     return _models(served)
@@ -71,7 +76,7 @@ def _models(served: _Served) -> list[Check]:
     if not folder.is_dir():
         text = f"{served.target} is no folder here, so it cannot be looked at"
         return [Check("target", "warn", text)]
-    checks = [_generation_config(folder, served.generation_config), *_lengths(folder, served)]
+    checks = [_generation_config(folder, served), *_lengths(folder, served)]
     if not isinstance(served.draft, str):
         return checks
     other = Path(vllm.model_path(served.draft, "draft"))
@@ -89,40 +94,66 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _generation_config(folder: Path, source: str) -> Check:
+def _object(value: Any) -> dict[str, Any]:
+    """A setting as an object, given as one or as JSON."""
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        return {}
+    return dict(value) if isinstance(value, dict) else {}
+
+
+_SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}
+
+
+def _length(value: Any) -> int | None:
+    """--max-model-len as vLLM reads it (8k, 8K); None where it is left to the server.
+
+    >>> _length("25.6k"), _length("8K"), _length("auto"), _length(-1)
+    (25600, 8192, None, None)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgKMG]?)", str(value).strip())
+    return round(float(found[1]) * _SIZES[found[2]]) if found else None
+
+
+def _generation_config(folder: Path, served: _Served) -> Check:
     """Defaults that the server would add to every request, min_p above all."""
-    given = _read(folder, "generation_config.json")
+    source = served.generation_config
+    folder = folder if source in ("auto", "vllm") else Path(source)
+    given = {} if source == "vllm" else _read(folder, "generation_config.json")
+    given |= served.overrides
     refused = {name: given[name] for name in ("min_p", "logit_bias") if given.get(name)}
     shown = {
         name: given[name]
         for name in ("temperature", "top_p", "top_k", "repetition_penalty", "min_p")
         if name in given
     }
-    if refused and source != "vllm":
+    if refused:
         return Check(
             "generation_config",
             "bad",
-            f"{folder.name} sets {refused}: vLLM answers sampled speculative requests with 400;"
-            " start both arms with generation-config: vllm",
+            f"{folder.name} or its overrides set {refused}: vLLM answers sampled speculative"
+            " requests with 400; start both arms with generation-config: vllm and without these",
         )
-    if shown and source != "vllm":
+    if shown:
         return Check(
             "generation_config",
             "warn",
-            f"{folder.name} sets {shown}, which the server adds to requests that do not",
+            f"{folder.name} or its overrides set {shown}, which the server adds to requests that"
+            " do not",
         )
     return Check("generation_config", "ok", "adds no sampling default to requests")
 
 
 def _lengths(folder: Path, served: _Served) -> list[Check]:
     config = _read(folder, "config.json")
-    own = config.get("max_position_embeddings")
+    own = _own_length(config)
     stored = config.get("dtype") or config.get("torch_dtype") or "not stated"
     dtype = served.dtype or f"{stored} (of the weights)"
     used = served.max_model_len or own
     state: State = "ok"
     text = f"--max-model-len {used}" if used else "not stated"
-    if isinstance(own, int) and isinstance(used, int) and used > own:
+    if own is not None and used is not None and used > own:
         state, text = "bad", f"--max-model-len {used} is over the model's {own}"
     return [
         Check("max length", state, text),
@@ -134,6 +165,20 @@ def _lengths(folder: Path, served: _Served) -> list[Check]:
             else f"{dtype}; below float32 expect greedy ties that break either way",
         ),
     ]
+
+
+def _own_length(config: dict[str, Any]) -> int | None:
+    """Positions that a model knows, stretched as vLLM does it; None where it does not say."""
+    inner = config.get("text_config")
+    config = config | inner if isinstance(inner, dict) else config
+    own = config.get("max_position_embeddings")
+    rope = _object(config.get("rope_parameters") or config.get("rope_scaling"))
+    factor = rope.get("factor")
+    # The others (YaRN, Llama 3) state the stretched number.
+    is_stretched = (rope.get("rope_type") or rope.get("type")) in ("linear", "dynamic")
+    if not isinstance(own, int):
+        return None
+    return round(own * factor) if is_stretched and isinstance(factor, int | float) else own
 
 
 def _compared(target: Path, draft: Path, served: _Served) -> list[Check]:
@@ -168,8 +213,8 @@ def _compared(target: Path, draft: Path, served: _Served) -> list[Check]:
             else f"target {stops[0]}, draft {stops[1]}: the target's hold",
         )
     )
-    limit = b.get("max_position_embeddings")
-    if isinstance(limit, int) and max_model_len is not None and limit < max_model_len:
+    limit = _own_length(b)
+    if limit is not None and max_model_len is not None and limit < max_model_len:
         checks.append(
             Check("draft length", "warn", f"the draft knows {limit} positions, fewer than served")
         )
@@ -207,11 +252,14 @@ def _tokenizers(target: Path, draft: Path, unfit: State) -> Check:
 def _vocabulary(folder: Path) -> dict[str, int]:
     """Token -> id of a tokenizer.json, empty where it has none."""
     tokenizer = _read(folder, "tokenizer.json")
-    words = tokenizer.get("model", {}).get("vocab", {})
-    if isinstance(words, list):  # Unigram: pieces with their scores, in the order of their ids
-        words = {piece: number for number, (piece, _) in enumerate(words)}
-    added = {entry["content"]: entry["id"] for entry in tokenizer.get("added_tokens", ())}
-    return {**words, **added}
+    try:
+        words = (tokenizer.get("model") or {}).get("vocab") or {}
+        if isinstance(words, list):  # Unigram: pieces with their scores, in the order of their ids
+            words = {piece: number for number, (piece, _) in enumerate(words)}
+        added = {one["content"]: one["id"] for one in tokenizer.get("added_tokens") or ()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return {}
+    return {**words, **added} if words else {}
 
 
 def _digest(folder: Path) -> str:

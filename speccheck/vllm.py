@@ -6,6 +6,7 @@ on its CPU build. Nothing here is for one device only. `launch` starts servers w
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -447,7 +448,7 @@ def wait_ready(
             with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:  # noqa: S310
                 if reply.status == 200:
                     return
-        except (OSError, urllib.error.URLError):
+        except (OSError, http.client.HTTPException):
             pass  # not listening yet: what the loop waits for
         now = time.monotonic()
         if now - began > timeout_s:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -102,6 +107,9 @@ def unigram(pieces: list[str]) -> dict:
         (unigram(["a", "b", "c", "more"]), "ok"),
         (unigram(["b", "a", "c"]), "bad"),
         ({}, "warn"),
+        ({"model": None, "added_tokens": [{"content": "a", "id": 7}]}, "warn"),
+        ({"model": {"vocab": ["a"]}}, "warn"),
+        (unigram(["a", "b", "c"]) | {"added_tokens": None}, "ok"),
     ],
 )
 def test_tokenizers_of_other_kinds(pair, draft, state):
@@ -197,3 +205,132 @@ def test_the_command_says_it_in_json_and_by_its_exit_code(pair):
     fine = CliRunner().invoke(cli, ["doctor"], standalone_mode=False)
     assert fine.return_value == 0
     assert "nothing to mend" in fine.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "rope", "state"),
+    [
+        ("1k", None, "ok"),
+        ("2K", None, "bad"),
+        ("auto", None, "ok"),
+        (-1, None, "ok"),
+        (2048, {"rope_type": "linear", "factor": 2.0}, "ok"),
+        (2048, {"type": "dynamic", "factor": 1.5}, "bad"),
+        (2048, {"rope_type": "yarn", "factor": 4.0}, "bad"),
+    ],
+)
+def test_lengths_as_vllm_reads_them(pair, given, rope, state):
+    """With a letter, left to it, or of a model that is stretched (`_get_and_verify_max_len`)."""
+    for role in ("target", "draft"):
+        edit(pair / role / "config.json", max_position_embeddings=1024, rope_scaling=rope)
+    servers = {"target": str(pair / "target"), "args": {"max-model-len": given}}
+    assert states(write(pair, vllm=servers))["max length"] == state
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        {"override-generation-config": {"min_p": 0.1}},
+        {"override_generation_config": '{"min_p": 0.1}', "generation-config": "vllm"},
+    ],
+)
+def test_min_p_among_the_arguments(pair, args):
+    """Overrides hold, wherever the other defaults come from."""
+    servers = {"target": str(pair / "target"), "args": args}
+    assert states(write(pair, vllm=servers))["generation_config"] == "bad"
+
+
+WELL = {
+    "/v1/models": {"data": [{"id": "m"}]},
+    "/version": {"version": "1"},
+    "/server_info": {"vllm_config": {"model_config": {"model": "x"}}},
+    "/tokenize": {"count": 2, "tokens": [1, 2]},
+}
+
+
+@contextmanager
+def says(raw: bytes | None = None, **pages: Any) -> Iterator[str]:
+    """A server that answers these pages, or the same bytes to each who comes; its URL."""
+    told = WELL | {f"/{name.replace('__', '/')}": page for name, page in pages.items()}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if raw is not None:
+                self.wfile.write(raw)
+                return
+            page = told.get(self.path.partition("?")[0])
+            body = page if isinstance(page, bytes) else json.dumps(page).encode()
+            self.send_response(404 if page is None else 200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.do_GET()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def attached_states(folder: Path, speculative: str) -> dict[str, str]:
+    """As `states`, of a server that is well and another one."""
+    with says() as target:
+        both = {"target_only": f"{target}/v1/", "speculative": speculative}
+        return states(write(folder, engine="attached", attached=both))
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"raw": b"SSH-2.0-OpenSSH_9.6\r\n"},
+        {"raw": b'HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n{"data"'},
+        {"v1__models": {"data": None}},
+        {"v1__models": {"data": ["m"]}},
+        {"v1__models": {"data": 5}},
+        {"v1__models": {"data": [{"id": None}]}},
+        {"server_info": b"[" * 100_000},
+        {"server_info": {"speculative_config": [1]}},
+        {"server_info": {"speculative_config": "ngram"}},
+    ],
+)
+def test_a_server_that_answers_nonsense_is_a_line(pair, answer):
+    """And no traceback: its address is that of something else."""
+    with says(**answer) as url:
+        assert attached_states(pair, url)["servers"] == "bad"
+
+
+@pytest.mark.parametrize("config", ["text", {"model_config": None}, {"model_config": [1]}])
+def test_a_configuration_of_another_shape_is_a_difference(pair, config):
+    """What is not where vLLM has it is not there."""
+    with says(server_info={"vllm_config": config}) as url:
+        assert attached_states(pair, url)["differences"] == "bad"
+
+
+@pytest.mark.parametrize(
+    ("page", "state"),
+    [
+        ({"count": 2, "tokens": [1, 2]}, "ok"),
+        ({"count": 2, "tokens": [1, 3]}, "bad"),
+        ({"tokens": []}, "warn"),
+        ({"error": "no such thing"}, "warn"),
+        ([1], "warn"),
+        (None, "warn"),
+    ],
+)
+def test_chats_are_compared_where_both_servers_render_them(pair, page, state):
+    """What neither of them says is no agreement (llama.cpp answers an empty list)."""
+    with says(tokenize=page) as url:
+        assert attached_states(pair, url)["chat template"] == state
+
+
+def test_two_servers_that_render_nothing_do_not_agree(pair, monkeypatch):
+    """The same empty answer of both was taken for the same tokens."""
+    monkeypatch.setitem(WELL, "/tokenize", {"tokens": []})
+    with says() as url:
+        assert attached_states(pair, url)["chat template"] == "warn"

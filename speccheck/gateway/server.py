@@ -629,21 +629,19 @@ def _ask(url: str, path: str, body: Mapping[str, Any], key: str | None) -> dict[
         {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {}),
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as reply:  # noqa: S310
-            value = json.loads(reply.read())
+        value = launch.json_of(request, timeout_s=60)
     except urllib.error.HTTPError as error:
         return {"why": f"{path} answers HTTP {error.code}"}
-    except (OSError, ValueError) as error:
+    except launch.NO_REPLY as error:
         return {"why": f"{path} does not answer ({getattr(error, 'reason', error)})"}
     return value if isinstance(value, dict) else {"why": f"{path} answers no JSON object"}
 
 
 def special_ids(pair: launch.Arms) -> list[int]:
     """Ids of the target's special tokens, where its tokenizer lies on this machine."""
-    config = pair.target_only.config
-    folder = config.get("vllm_config", {}).get("model_config", {}).get("model")
+    folder = launch.model_folder(pair.target_only)
     try:
-        raw = json.loads((Path(str(folder)) / "tokenizer.json").read_text(encoding="utf-8"))
+        raw = json.loads((Path(folder or "") / "tokenizer.json").read_text(encoding="utf-8"))
         return [token["id"] for token in raw["added_tokens"] if token["special"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []
