@@ -105,7 +105,7 @@ def gateway(
         "policy_version": "policy:test",
         "queued": None,
         "restarts": 0,
-        "receipts": {"lost": 0, "written": 0, "waiting": 0, "store": "ok"},
+        "receipts": {"lost": 0, "written": 0, "waiting": 0, "scrapes_lost": 0, "store": "ok"},
     }
     one = ScriptedServer(target or target_says(), MODELS)
     other = ScriptedServer(speculative or target_says(), MODELS)

@@ -502,6 +502,7 @@ def test_a_worker_is_killed(pair):
     eventually(lambda: "worker_restarts_total 1.0" in metrics(pair.url))
     eventually(lambda: len(workers()) == 2)
     assert victims[0] not in workers()
+    eventually(lambda: "speccheck_gateway_in_flight 0.0" in metrics(pair.url))
     assert all(answer.is_whole for answer in pair.ask_now(8, "good", "worker"))
     assert len(pair.kept(16 - len(cut), "worker")) == 16 - len(cut)
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import socket
 import threading
 import time
+from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 from gateway_pair import WAIT_S, gateway
 from scripted_server import (
     DONE,
@@ -35,12 +38,21 @@ from test_gateway_relay import (
     said,
     steps_then,
 )
+from test_store import receipt
 
+from speccheck.cli.main import cli
+from speccheck.config import FallbackConfig
+from speccheck.errors import UsageError
+from speccheck.fallback import Machine, late_mark, sticky
 from speccheck.gateway.app import App
 from speccheck.gateway.asked import Asked, read
 from speccheck.gateway.choose import Decided
+from speccheck.gateway.meters import _Said
+from speccheck.gateway.outbox import Moved, SocketOutbox, Writer, line_of, written_of
 from speccheck.gateway.relay import Relay, nowhere
+from speccheck.gateway.server import _held, running
 from speccheck.records import Arm
+from speccheck.store import Run, Store
 
 
 def eventually(check) -> None:
@@ -397,3 +409,129 @@ async def test_mirrors_are_counted_from_the_moment_they_are_made(tmp_path):
         for task in app._mirrors:
             task.cancel()
         await asyncio.gather(*app._mirrors, return_exceptions=True)
+
+
+# --- receipts -----------------------------------------------------------------------------------
+
+NAMES = (
+    *({"\ud800": 1}, {"a\x00b": 1}, {"x" * 1000: 1}, {f"x{n}": 1 for n in range(40)}),
+    *({"response_format": {"type": "\ud800"}}, {"structured_outputs": {"\udfff": 1}}),
+)
+NUMBERS = (
+    *({"top_k": 2**52}, {"seed": -(2**52)}, {"max_tokens": 2**52}, {"max_tokens": -5}),
+    *({"temperature": 1e15}, {"presence_penalty": -1e300}, {"top_p": 1e-320}, {"n": -3}),
+    *({"logprobs": True, "top_logprobs": 2**45}, {"user": "\ud800"}, {"model": "\ud800"}),
+)
+
+
+def begin(store: Store) -> None:
+    store.begin_run(Run("run:test", 1, 0, "", "", {}), wall_ns=1, clock_ns=1)
+
+
+def writer_of(folder, said: list[str]) -> Writer:
+    return Writer(folder / "r.duckdb", begin=begin, limit=1000, every_s=999, say=said.append)
+
+
+@pytest.mark.parametrize("store_prompts", ["off", "on"])
+def test_no_request_makes_a_receipt_that_the_store_does_not_take(tmp_path, store_prompts):
+    """Whatever a client names its fields, whatever its numbers; what it names is kept short."""
+    headers = {"X-Speccheck-Task": b"\xff\x80", "X-Speccheck-Priority": b"\xfe"}
+    with gateway(tmp_path, store_prompts=store_prompts) as running:
+        for more in NAMES:
+            told = call(running, {**STREAM, **more}, headers=headers)[1]
+            assert told["x-speccheck-decision"].endswith(" is not readable")
+        for more in (*NUMBERS, {"messages": [{"content": "\ud800"}]}):
+            call(running, {**STREAM, **more}, headers=headers)
+        receipts = running.kept.wait(len(NAMES) + len(NUMBERS) + 1)
+        n = len(receipts)
+        assert max(len(one.features) for one in receipts) < 500
+        said: list[str] = []
+        writer = writer_of(tmp_path, said)
+        for item in zip(receipts, running.kept.answers, strict=True):
+            writer.put(written_of(line_of(*item)))
+        writer.flush()
+    assert (writer.written, writer.lost, said) == (n, 0, [])
+
+
+def test_a_receipt_that_the_store_does_not_take_is_lost_alone(tmp_path):
+    """The others are written, and the loss is counted and said."""
+    said: list[str] = []
+    writer = writer_of(tmp_path, said)
+    for n in range(5):
+        one = receipt(n, run_id="run:test")
+        writer.put((replace(one, task="\ud800") if n == 2 else one, None))
+    writer.flush()
+    assert (writer.written, writer.lost, writer.waiting) == (4, 1, 0)
+    assert len(said) == 1
+    assert writer.problem == ""
+
+
+def test_what_is_lost_at_the_end_is_said(tmp_path):
+    """Receipts, scrapes and transitions, where the store takes none any more."""
+    said: list[str] = []
+    (tmp_path / "r.duckdb").mkdir()
+    writer = writer_of(tmp_path, said)
+    writer.put((receipt(1), None))
+    writer.put_sample(Arm.SPECULATIVE, late_mark("receipt:1", 1))
+    moved = Machine(sticky(FallbackConfig()), "chat").disable(5, "me")
+    assert moved is not None
+    writer.put_transition(Moved(moved, 5, "s"))
+    writer.start()
+    assert writer.stop() == "1 receipts (0 were written), 1 scrapes, 1 transitions"
+
+
+def test_scrapes_that_were_lost_are_shown(tmp_path):
+    """On /metrics and by `route status`, beside the receipts."""
+    with gateway(tmp_path) as running:
+        running.publish(receipts={**running.said["receipts"], "scrapes_lost": 7})
+        page = "\n".join(
+            f"{sample.name} {sample.value}"
+            for metric in _Said(running.gate.said).collect()
+            for sample in metric.samples
+        )
+        assert "speccheck_gateway_scrapes_lost_total 7" in page
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "gateway").symlink_to(tmp_path)
+        shown = CliRunner().invoke(cli, ["route", "status", "--out", str(tmp_path / "out")])
+        assert "scrapes: 7 lost" in shown.output
+
+
+def test_a_line_that_the_parent_would_not_take_is_not_written(monkeypatch):
+    """It would end the worker, and every answer with it."""
+    monkeypatch.setattr("speccheck.gateway.outbox.LONGEST_LINE", 5000)
+    lost: list[int] = []
+
+    class Line(asyncio.WriteTransport):
+        written = b""
+
+        def get_write_buffer_size(self) -> int:
+            return 0
+
+        def is_closing(self) -> bool:
+            return False
+
+        def write(self, data) -> None:
+            self.written += data
+
+    line = Line()
+    outbox = SocketOutbox(line, lost.append)
+    outbox.put(receipt(1), None)
+    outbox.put(receipt(2, error_message="x" * 5000), None)
+    assert (line.written.count(b"\n"), lost) == (1, [1])
+
+
+# --- the parent ---------------------------------------------------------------------------------
+
+
+def test_a_folder_is_held_by_a_lock_and_not_by_a_number(tmp_path):
+    """What a gateway that was killed left behind holds nobody up, whoever has its PID now."""
+    (tmp_path / "gateway" / "metrics").mkdir(parents=True)
+    (tmp_path / "gateway" / "pid").write_text(str(os.getpid()))
+    assert running(tmp_path) is None
+    with _held(tmp_path):
+        (tmp_path / "gateway" / "metrics" / "counter_1.db").touch()
+        assert running(tmp_path) == os.getpid()
+        with pytest.raises(UsageError, match=rf"runs there already \(PID {os.getpid()}\)"):
+            _held(tmp_path).__enter__()
+        assert (tmp_path / "gateway" / "metrics" / "counter_1.db").exists()
+    assert running(tmp_path) is None

@@ -398,6 +398,10 @@ def test_the_gateway_end_to_end(tmp_path):
                     assert chunk.usage.completion_tokens == 40
         assert "".join(pieces) == truth
         assert ask("target_only") == truth
+        # Another gateway on the same folder is refused and takes nothing away.
+        second = run(tmp_path, "gateway", "--rollout", str(tmp_path / "rollout.yaml"))
+        assert second.returncode == 2
+        assert f"a gateway runs there already (PID {process.pid})" in second.stderr
         page = metrics(url)
         assert 'handovers_total{kind="restarted",route="chat"} 1.0' in page
         health = json.loads(urllib.request.urlopen(f"{url}/health", timeout=WAIT_S).read())

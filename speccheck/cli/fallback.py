@@ -226,7 +226,8 @@ def fallback_reset(route: str, reason: str, out: Path, run_id: str | None) -> in
     """Let a live ROUTE that fell back or is off be tried again.
 
     It is on probation then: its fallbacks are forgotten and its evidence begins
-    from nothing. The reset is kept with its reason.
+    from nothing. The reset is kept with its reason. The gateway may run
+    meanwhile: it takes the reset over within gateway.flush_s (2 s).
 
     \b
     Example:

@@ -60,6 +60,7 @@ def gateway(
     Example:
       speccheck gateway --rollout rollout.yaml --port 8080
       curl -N localhost:8080/v1/chat/completions -H 'x-speccheck-route: chat' \\
+        -H 'content-type: application/json' \\
         -d '{"messages": [{"role": "user", "content": "hi"}], "stream": true}'
     """
     from speccheck.gateway import server
@@ -156,7 +157,8 @@ def route_status(name: str | None, out: Path, as_json: bool) -> ExitCode:  # noq
                 click.echo(f"{route_name}: {state}, share {one['share']:.4g}{reason}")
             click.echo(
                 f"receipts: {found['receipts']['written']} written, "
-                f"{found['receipts']['waiting']} waiting, {found['receipts']['lost']} lost"
+                f"{found['receipts']['waiting']} waiting, {found['receipts']['lost']} lost; "
+                f"scrapes: {found['receipts']['scrapes_lost']} lost"
             )
             if not found["is_running"]:
                 click.echo("the gateway is not running", err=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,6 +29,10 @@ _COMPLETION_TOKENS = 16
 
 _MOST_NESTED = 200
 """Arrays and objects in one another; servers take no more (pydantic), and we write what we read."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MOST_NAMES = 32
+"""Fields that we do not know and yet name in a receipt, and how they may be spelt."""
 
 _OURS = ("k", "speculation")
 """Extensions by which the embedded engine speculates more or less: the policy's to say."""
@@ -87,6 +92,10 @@ _WHOLE = frozenset(
 )
 _YES_OR_NO = frozenset(
     {"include_stop_str_in_output", "skip_special_tokens", "ignore_eos", "echo", "use_beam_search"}
+)
+
+_KNOWN = frozenset(
+    {*_CARRIED, *_ACCOUNTED, *_NEUTRAL, *_STRUCTURED, "structured_outputs", "prompt_logprobs"}
 )
 
 
@@ -178,7 +187,7 @@ class Asked:
             repetition_penalty=_number(body.get("repetition_penalty"), 1.0),
             stop=self.stop,
             logprobs=self._logprobs,
-            response_format=kind if isinstance(kind, str) and kind != "text" else None,
+            response_format=kind if _is_name(kind) and kind != "text" else None,
         )
 
     @property
@@ -217,12 +226,17 @@ class Asked:
         if sampler.response_format is not None:
             used |= {"response_format", sampler.response_format}
         used |= {name for field, name in _STRUCTURED.items() if body.get(field)}
-        structured = body.get("structured_outputs")
+        others = sorted(name for name in self._other_names if _is_name(name))
+        return frozenset(used.union(others[:_MOST_NAMES]))
+
+    @property
+    def _other_names(self) -> set[str]:
+        """Features by names of the client's own."""
+        names = {name for name in self.body if name not in _KNOWN and self.body[name]}
+        structured = self.body.get("structured_outputs")
         if isinstance(structured, Mapping):
-            used |= {"json_schema" if name == "json" else str(name) for name in structured}
-        known = _CARRIED | _ACCOUNTED | _NEUTRAL.keys() | _STRUCTURED.keys()
-        known |= {"structured_outputs", "prompt_logprobs"}
-        return frozenset(used | {str(name) for name in body if name not in known and body[name]})
+            names |= {"json_schema" if name == "json" else name for name in structured}
+        return names
 
     @property
     def unsupported(self) -> str:
@@ -235,9 +249,11 @@ class Asked:
 
         A server may yet take "3" and 3.0 for 3, and would then do what nobody here decided.
         """
-        return next(
-            (name for name, value in self.body.items() if not self._is_read(name, value)), ""
-        )
+        wrong = next((n for n, value in self.body.items() if not self._is_read(n, value)), "")
+        if wrong:
+            return wrong
+        names = self._other_names
+        return "" if len(names) <= _MOST_NAMES and all(map(_is_name, names)) else "a field's name"
 
     def _is_read(self, name: str, value: Any) -> bool:
         if value is None:
@@ -248,6 +264,8 @@ class Asked:
             return _whole(value) is not None
         if name in _YES_OR_NO or name == "logprobs":
             return _is_bool(value)
+        if name == "response_format":
+            return isinstance(value, Mapping) and _is_name(value.get("type"))
         if name == "stop":
             many = value if isinstance(value, list) else [value]
             return all(isinstance(one, str) for one in many)
@@ -358,6 +376,10 @@ def _is_shallow(raw: bytes, body: Any) -> bool:
         if not level:
             return True
     return False
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
 
 
 def _is_bool(value: Any) -> bool:

@@ -26,6 +26,8 @@ def status(out: Path) -> dict[str, Any]:
         ) from None
     said = board.read()
     board.close()
+    if not said:
+        raise UsageError(f"{out}: the gateway is just starting; ask again")
     routes = {
         name: {**one, "is_disabled": off_file(folder / "off", name).is_file()}
         for name, one in said["routes"].items()

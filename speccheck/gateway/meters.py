@@ -118,6 +118,11 @@ class _Said:
             ("written", "Receipts in the store."),
         ):
             yield CounterMetricFamily(f"{_PREFIX}receipts_{name}", text, value=store[name])
+        yield CounterMetricFamily(
+            f"{_PREFIX}scrapes_lost",
+            "Looks at the servers that the store never took; a replay lacks them.",
+            value=store["scrapes_lost"],
+        )
         yield GaugeMetricFamily(
             f"{_PREFIX}receipts_waiting", "Receipts for the store.", value=store["waiting"]
         )

@@ -24,6 +24,8 @@ from speccheck.telemetry import Snapshot
 
 MOST_WAITING_BYTES = 4 << 20
 """Of one worker, while the parent does not read."""
+LONGEST_LINE = 64 << 20
+"""Of one receipt and its answer; the parent takes no longer one."""
 _BATCH = 500
 
 Written = tuple[Receipt, Answer | None]
@@ -54,12 +56,16 @@ class SocketOutbox:
         self._lost = lost
 
     def put(self, receipt: Receipt, answer: Answer | None) -> None:
-        """Write it, or count it as lost where the parent is too far behind or gone."""
+        """Write it, or count it as lost where it is too long, or the parent is behind or gone."""
         transport = self._transport
         if transport.is_closing() or transport.get_write_buffer_size() > MOST_WAITING_BYTES:
             self._lost(1)
             return
-        transport.write(line_of(receipt, answer))
+        line = line_of(receipt, answer)
+        if len(line) > LONGEST_LINE:
+            self._lost(1)
+            return
+        transport.write(line)
 
 
 def line_of(receipt: Receipt, answer: Answer | None) -> bytes:
@@ -158,18 +164,31 @@ class Writer:
             else:
                 self._samples.append((arm, snapshot))
 
-    def stop(self) -> None:
-        """Write what waits, once more, and end; what the store does not take is lost."""
+    def stop(self) -> str:
+        """Write what waits, once more, and end; what of it the store did not take, if anything."""
         self._ending.set()
         self._thread.join()
         with self._lock:
             self.lost += len(self._waiting)
+            self.samples_lost += len(self._samples)
             self._waiting.clear()
+            self._samples.clear()
+            parts = [
+                (self.lost, f"receipts ({self.written} were written)"),
+                (self.samples_lost, "scrapes"),
+                (len(self._moves), "transitions"),
+            ]
+        return ", ".join(f"{n} {what}" for n, what in parts if n)
 
     def _run(self) -> None:
-        while not self._ending.wait(self._every_s):
+        try:
+            while not self._ending.wait(self._every_s):
+                self.flush()
             self.flush()
-        self.flush()
+        except Exception as error:
+            self.problem = f"nothing is written any more: {type(error).__name__}"
+            self._say(self.problem)
+            raise
 
     def flush(self) -> None:
         """Write what waits now."""
@@ -202,11 +221,23 @@ class Writer:
             self.problem = ""
 
     def _write(self, store: Store, batch: Sequence[Written]) -> None:
-        store.append_receipts(batch)
+        n_lost = 0
+        try:
+            store.append_receipts(batch)
+        except SpeccheckError:
+            raise
+        except Exception as error:  # noqa: BLE001 - what no table can hold keeps no others out
+            if len(batch) > 1:
+                for one in batch:
+                    self._write(store, [one])
+                return
+            n_lost = 1
+            self._say(f"a receipt is lost: {type(error).__name__}")
         with self._lock:
             for _ in batch:
                 self._waiting.popleft()
-        self.written += len(batch)
+            self.lost += n_lost
+        self.written += len(batch) - n_lost
 
     def _sample(self, store: Store, samples: Sequence[tuple[Arm, Snapshot]]) -> None:
         for arm in Arm:

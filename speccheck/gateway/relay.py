@@ -850,7 +850,9 @@ class Relay:
         if gate.config.store_prompts == "on":
             answer = make_answer(observation, made.receipt_id)
             asked = {name: self.asked.body.get(name) for name in ("messages", "prompt")}
-            answer = replace(answer, details={**(answer.details or {}), "asked": asked})
+            # JSON may hold half a surrogate, the store may not.
+            whole = json.dumps(asked, ensure_ascii=False).encode("utf-8", "replace")
+            answer = replace(answer, details={**(answer.details or {}), "asked": json.loads(whole)})
         return made, answer
 
 

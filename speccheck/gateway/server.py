@@ -8,6 +8,7 @@ its clients see their connection closed, and nothing else is lost.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import secrets
@@ -17,13 +18,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+from prometheus_client.multiprocess import mark_process_dead
 
 from speccheck import __version__, context, eligibility, fallback, launch, telemetry
 from speccheck.client import api_url
@@ -31,7 +33,7 @@ from speccheck.config import Guardrails, Rollout
 from speccheck.errors import EngineError, SpeccheckError, StoreError, UsageError
 from speccheck.gateway.board import Board
 from speccheck.gateway.choose import Standing
-from speccheck.gateway.outbox import Moved, Writer, Written, written_of
+from speccheck.gateway.outbox import LONGEST_LINE, Moved, Writer, Written, written_of
 from speccheck.hooks import Event, Hooks
 from speccheck.records import Arm, ArmDescription, Transition, digest
 from speccheck.store import RecordedTransition, Run, Store
@@ -40,7 +42,6 @@ FOLDER = "gateway"
 """Of the gateway's state, within --out: board, off/, metrics/, pid."""
 _LOOK_S = 1.0
 _GRACE_S = 15.0
-_LONGEST_LINE = 64 << 20
 _SOON_S = 5.0
 """A worker that dies sooner after its start is started again with a pause."""
 
@@ -129,6 +130,7 @@ class Parent:
                 "lost": self.writer.lost,
                 "written": self.writer.written,
                 "waiting": self.writer.waiting,
+                "scrapes_lost": self.writer.samples_lost,
                 "store": self.writer.problem or "ok",
             },
         }
@@ -252,6 +254,10 @@ class Parent:
             await self._read(worker)
             code = await worker.process.wait()
             worker.line.close()
+            # Or what it had in flight would be for ever.
+            mark_process_dead(  # type: ignore[no-untyped-call]
+                worker.process.pid, str(self.folder / "metrics")
+            )
             if self._stopping.is_set():
                 return
             if not worker.is_ready and self.restarts == 0:
@@ -307,7 +313,7 @@ class Parent:
 
     async def _read(self, worker: Worker) -> None:
         """Take a worker's receipts until its line ends."""
-        reader, writer = await asyncio.open_connection(sock=worker.line, limit=_LONGEST_LINE)
+        reader, writer = await asyncio.open_connection(sock=worker.line, limit=2 * LONGEST_LINE)
         try:
             while line := await reader.readline():
                 if not line.endswith(b"\n"):
@@ -419,84 +425,80 @@ def serve(
             f"{path}: vllm.layout is alternate, and the gateway sends to both servers at once; use "
             "side_by_side with smaller memory fractions, or a GPU for each server"
         )
-    folder = _folder(out)
-    listener = _listen(config.host, config.port)
-    pid = folder / "pid"
-    try:
-        with launch.arms(rollout, out / "logs", say=say) as pair:
-            no_joint = "hand_over: off" if config.hand_over == "off" else why_no_joint(pair)
-            if no_joint and config.hand_over != "off":
-                say(
-                    f"no hand-over in mid-answer: {no_joint}"
-                    + ("; streams stay on target-only" if config.hand_over == "refuse" else "")
-                )
-            run = _run_of(rollout, rules, policy)
-
-            begun: list[bool] = []
-
-            def begin(store: Store) -> None:
-                """The run's row and this process's anchor once, then where its clock stands."""
-                clocks = {
-                    "wall_ns": time.time_ns(),
-                    "clock_ns": time.perf_counter_ns(),
-                }
-                if begun:
-                    store.resume_run(run.run_id, boot=launch.boot_id(), **clocks)
-                    return
-                store.begin_run(run, boot=launch.boot_id(), **clocks)
-                for arm in pair:
-                    store.put_arm(run.run_id, arm)
-                begun.append(True)
-
-            def found(rows: list[RecordedTransition], overtaken: set[str]) -> None:
-                with suppress(RuntimeError):  # the loop has ended: the last flush
-                    loop.call_soon_threadsafe(parent.adopt, rows, overtaken)
-
-            writer = Writer(
-                out / context.STORE_NAME,
-                begin=begin,
-                limit=config.receipts,
-                every_s=config.flush_s,
-                say=say,
-                rollout=rollout.name,
-                run_id=run.run_id,
-                found=found,
+    with (
+        _held(out) as folder,
+        _listen(config.host, config.port) as listener,
+        launch.arms(rollout, out / "logs", say=say) as pair,
+    ):
+        no_joint = "hand_over: off" if config.hand_over == "off" else why_no_joint(pair)
+        if no_joint and config.hand_over != "off":
+            say(
+                f"no hand-over in mid-answer: {no_joint}"
+                + ("; streams stay on target-only" if config.hand_over == "refuse" else "")
             )
-            now_wall_ns, now_ns = time.time_ns(), time.perf_counter_ns()
-            telling = Hooks(rollout.fallback.hooks, say=say)
-            parent = Parent(
-                path,
-                rollout,
-                policy,
-                pair,
-                folder,
-                run.run_id,
-                listener,
-                writer,
-                _machines(rollout, rules, out / context.STORE_NAME, now_wall_ns, now_ns),
-                telling,
-                no_joint,
-                special_ids(pair),
-                launch.longest_context(pair.target_only, pair.api_key),
-                say,
-                ready,
-            )
-            for name in parent.machines:
-                parent.begin(name, now_wall_ns, now_ns)
-            with asyncio.Runner() as runner:
-                loop = runner.get_loop()
-                writer.start()
-                try:
-                    pid.write_text(str(os.getpid()), encoding="ascii")
-                    runner.run(parent.run())
-                finally:
-                    writer.stop()
-                    telling.close()
-                    if writer.lost:
-                        say(f"{writer.lost} receipts were lost; {writer.written} were written")
-    finally:
-        listener.close()
-        pid.unlink(missing_ok=True)
+        run = _run_of(rollout, rules, policy)
+
+        begun: list[bool] = []
+
+        def begin(store: Store) -> None:
+            """The run's row and this process's anchor once, then where its clock stands."""
+            clocks = {
+                "wall_ns": time.time_ns(),
+                "clock_ns": time.perf_counter_ns(),
+            }
+            if begun:
+                store.resume_run(run.run_id, boot=launch.boot_id(), **clocks)
+                return
+            store.begin_run(run, boot=launch.boot_id(), **clocks)
+            for arm in pair:
+                store.put_arm(run.run_id, arm)
+            begun.append(True)
+
+        def found(rows: list[RecordedTransition], overtaken: set[str]) -> None:
+            with suppress(RuntimeError):  # the loop has ended: the last flush
+                loop.call_soon_threadsafe(parent.adopt, rows, overtaken)
+
+        writer = Writer(
+            out / context.STORE_NAME,
+            begin=begin,
+            limit=config.receipts,
+            every_s=config.flush_s,
+            say=say,
+            rollout=rollout.name,
+            run_id=run.run_id,
+            found=found,
+        )
+        now_wall_ns, now_ns = time.time_ns(), time.perf_counter_ns()
+        telling = Hooks(rollout.fallback.hooks, say=say)
+        parent = Parent(
+            path,
+            rollout,
+            policy,
+            pair,
+            folder,
+            run.run_id,
+            listener,
+            writer,
+            _machines(rollout, rules, out / context.STORE_NAME, now_wall_ns, now_ns),
+            telling,
+            no_joint,
+            special_ids(pair),
+            launch.longest_context(pair.target_only, pair.api_key),
+            say,
+            ready,
+        )
+        for name in parent.machines:
+            parent.begin(name, now_wall_ns, now_ns)
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            writer.start()
+            try:
+                runner.run(parent.run())
+            finally:
+                lost = writer.stop()
+                telling.close()
+                if lost:
+                    say(f"lost: {lost}")
 
 
 def _machines(
@@ -523,35 +525,51 @@ def _machines(
     }
 
 
-def _folder(out: Path) -> Path:
-    """The gateway's own folder in `out`, made and emptied of what an earlier one left."""
+@contextmanager
+def _held(out: Path) -> Iterator[Path]:
+    """The gateway's own folder in `out`, made, emptied of what an earlier one left, and held.
+
+    Held by a lock and not by a PID: those are given out again, in a container every time.
+    """
     folder = out / FOLDER
     try:
-        for name in ("off", "metrics"):
-            (folder / name).mkdir(parents=True, exist_ok=True)
-        for old in (folder / "metrics").glob("*.db"):
-            old.unlink()
-        if not (folder / "key").exists():
-            (folder / "key").touch(0o600)
-            (folder / "key").write_bytes(secrets.token_bytes(32))
+        folder.mkdir(parents=True, exist_ok=True)
+        pid = (folder / "pid").open("a+", encoding="ascii")
     except OSError as error:
         raise StoreError(
             f"{folder}: cannot be made ({error.strerror}); choose another --out"
         ) from None
-    other = running(out)
-    if other is not None:
-        raise UsageError(f"{out}: a gateway runs there already (PID {other})")
-    return folder
+    with pid:
+        try:
+            fcntl.flock(pid, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{out}: a gateway runs there already (PID {running(out)})") from None
+        try:
+            pid.truncate(0)
+            pid.write(str(os.getpid()))
+            pid.flush()
+            for name in ("off", "metrics"):
+                (folder / name).mkdir(exist_ok=True)
+            for old in (folder / "metrics").glob("*.db"):
+                old.unlink()
+            if not (folder / "key").exists():
+                (folder / "key").touch(0o600)
+                (folder / "key").write_bytes(secrets.token_bytes(32))
+        except OSError as error:
+            raise StoreError(
+                f"{folder}: cannot be written ({error.strerror}); choose another --out"
+            ) from None
+        yield folder
 
 
 def running(out: Path) -> int | None:
     """The process of the gateway that has its state in `out`; None where there is none."""
-    try:
-        pid = int((out / FOLDER / "pid").read_text(encoding="ascii"))
-        os.kill(pid, 0)
-    except (OSError, ValueError):
-        return None
-    return pid
+    with suppress(OSError), (out / FOLDER / "pid").open(encoding="ascii") as pid:
+        try:
+            fcntl.flock(pid, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(pid.read() or 0)  # 0: it has just begun
+    return None
 
 
 def _listen(host: str, port: int) -> socket.socket:
