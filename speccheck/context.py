@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from speccheck import __version__, client, eligibility, launch, store, telemetry, vllm
+from speccheck import __version__, client, eligibility, hooks, launch, store, telemetry, vllm
 from speccheck.config import (
     PACKAGED,
     Guardrails,
@@ -656,6 +656,7 @@ def open_run(path: Path, out: Path, report: Reporter, *, fresh: bool) -> Iterato
     rollout, guardrails, corpus = read_rollout(path)
     policy = read_policy(path, rollout, corpus)
     check_pair(path, rollout)
+    hooks.secret_of(rollout.fallback.hooks)  # not in the canary, when a route falls back
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -615,8 +615,8 @@ class _Server:
     failing_ns: int | None = None
     failures: int = 0
     why: str = ""
-    stalled_ns: int | None = None
-    stalled_n: int = 0
+    stalls: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Engine that hangs -> when its last token was seen at the latest, and scrapes since."""
     queued_ns: int | None = None
     queued: list[float] = field(default_factory=list)
 
@@ -628,16 +628,13 @@ class _Server:
             self.failures += 1
             self.why = failure
             # What was running or waiting is not known any more.
-            self.last = self.stalled_ns = self.queued_ns = None
+            self.last = self.queued_ns = None
+            self.stalls = {}
             return
-        if self.last is not None:
-            stalled = telemetry.stalled_for_s([self.last, snapshot])
-            if not stalled:
-                self.stalled_ns = None
-            elif self.stalled_ns is None:
-                self.stalled_ns, self.stalled_n = self.answered_ns, 1
-            else:
-                self.stalled_n += 1
+        if self.last is not None and self.answered_ns is not None:
+            began, hangs = (self.answered_ns, 0), telemetry.stalled_engines(self.last, snapshot)
+            known = {engine: self.stalls.get(engine, began) for engine in hangs or ()}
+            self.stalls = {engine: (since, n + 1) for engine, (since, n) in known.items()}
         waiting = snapshot.total(telemetry.WAITING)
         if waiting is None or most_queued is None or waiting <= most_queued:
             self.queued_ns, self.queued = None, []
@@ -651,7 +648,7 @@ class _Server:
         """Whether it answers, its tokens flow and its queue is down to half of the limit."""
         waiting = None if self.last is None else self.last.total(telemetry.WAITING)
         short = waiting is None or most_queued is None or waiting <= most_queued // 2
-        return self.failing_ns is None and self.stalled_ns is None and short
+        return self.failing_ns is None and not self.stalls and short
 
 
 # --- the machine --------------------------------------------------------------------------------
@@ -978,13 +975,16 @@ class Machine:
             )
             self._fall_exactly(UNREACHABLE, lasted, mine.failures, why, at, silent_ns)
             return
-        lasted = held(mine.stalled_ns, config.max_stall_s)
-        if lasted is not None and mine.stalled_n >= 2 and control.stalled_ns is None:
+        since_ns, n = min(mine.stalls.values(), default=(None, 0))
+        beside_ns, _ = min(control.stalls.values(), default=(at, 0))
+        lasted = held(since_ns, config.max_stall_s)
+        # Of target-only a second without tokens is a prefill; it stalls, too, if that goes on.
+        if lasted is not None and n >= 2 and (at - beside_ns) / 1e9 < lasted / 2:
             why = (
                 f"requests run on the speculative server and no token has come for {lasted:.3g} s,"
                 f" over the limit of {config.max_stall_s:g} s{beside}"
             )
-            self._fall_exactly(STALL, lasted, mine.stalled_n + 1, why, at, mine.stalled_ns)
+            self._fall_exactly(STALL, lasted, n + 1, why, at, since_ns)
             return
         lasted = held(mine.queued_ns, config.queued_for_s)
         if lasted is not None and control.queued_ns is None:

@@ -77,15 +77,7 @@ class Hooks:
             UsageError: the webhook's secret is not in the environment.
         """
         self._say = say
-        self._secret: bytes | None = None
-        if config.webhook_secret_env is not None:
-            secret = os.environ.get(config.webhook_secret_env)
-            if not secret:
-                raise UsageError(
-                    f"fallback.hooks.webhook_secret_env: {config.webhook_secret_env} is not set;"
-                    " set it to the key that the receiver checks signatures with"
-                )
-            self._secret = secret.encode()
+        self._secret = secret_of(config)
         self._config = config
         self._ended = threading.Event()
         self.lost = 0
@@ -215,6 +207,23 @@ class Hooks:
             ) as reply,
         ):
             return reply.status
+
+
+def secret_of(config: HooksConfig) -> bytes | None:
+    """The key that bodies are signed with; None where they are not.
+
+    Raises:
+        UsageError: it is not in the environment.
+    """
+    if config.webhook_secret_env is None:
+        return None
+    secret = os.environ.get(config.webhook_secret_env)
+    if not secret:
+        raise UsageError(
+            f"fallback.hooks.webhook_secret_env: {config.webhook_secret_env} is not set;"
+            " set it to the key that the receiver checks signatures with"
+        )
+    return secret.encode()
 
 
 def _pause(ended: threading.Event, pause_s: float) -> bool:

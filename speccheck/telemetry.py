@@ -429,7 +429,7 @@ def together(several: Sequence[Counted]) -> Counted:
 
 
 def stalled_for_s(snapshots: Sequence[Snapshot]) -> float | None:
-    """How long, up to the last snapshot, requests have been running without one token coming.
+    """How long, up to the last snapshot, an engine has had requests running without one token.
 
     Seconds; 0 where tokens flow or nothing runs; None where that cannot be told (no snapshots, or
     a server without these series). A health check does not see this: a hung engine still
@@ -457,17 +457,33 @@ def waiting(snapshots: Sequence[Snapshot]) -> tuple[float, float, float] | None:
 
 def _stalls(snapshots: Sequence[Snapshot]) -> Iterator[float | None]:
     """`stalled_for_s` at each snapshot from the second on."""
-    stalled_s: float | None = None
+    stalled_s: dict[str, float] = {}
     for earlier, later in itertools.pairwise(snapshots):
-        tokens = difference(earlier, later).total(GENERATION_TOKENS)
-        running = (earlier.total(RUNNING), later.total(RUNNING))
-        if tokens is None or running[0] is None or running[1] is None:
-            stalled_s = None
-        elif tokens == 0 and running[0] > 0 and running[1] > 0:
-            stalled_s = (stalled_s or 0.0) + (later.taken_ns - earlier.taken_ns) / 1e9
-        else:
-            stalled_s = 0.0
-        yield stalled_s
+        stalled = stalled_engines(earlier, later)
+        seconds = (later.taken_ns - earlier.taken_ns) / 1e9
+        stalled_s = {engine: stalled_s.get(engine, 0.0) + seconds for engine in stalled or ()}
+        yield None if stalled is None else max(stalled_s.values(), default=0.0)
+
+
+def stalled_engines(earlier: Snapshot, later: Snapshot) -> frozenset[str] | None:
+    """Engines that had requests running at both scrapes and no token between them: one that hangs
+    is not seen in the sum, where others go on. None where no engine tells.
+    """
+    tokens = _by_engine(difference(earlier, later).values, GENERATION_TOKENS)
+    before, now = (_by_engine(one.samples, RUNNING) for one in (earlier, later))
+    known = tokens.keys() & before.keys() & now.keys()
+    if not known:
+        return None
+    return frozenset(e for e in known if tokens[e] == 0 and before[e] > 0 and now[e] > 0)
+
+
+def _by_engine(samples: Mapping[Series, float], name: str) -> dict[str, float]:
+    """Sums of a series by engine."""
+    sums: dict[str, float] = {}
+    for series, value in samples.items():
+        if series[0] == name:
+            sums[_engine(series)] = sums.get(_engine(series), 0.0) + value
+    return sums
 
 
 def _is_counter(name: str) -> bool:

@@ -260,6 +260,39 @@ def test_a_stall_of_both_servers_is_not_speculations_own():
     assert run_scrapes(machine, stuck, stuck, 60) == []
 
 
+def engines(second: int, *tokens: float) -> Snapshot:
+    """A server of several engines, each with requests running."""
+    samples = {}
+    for number, value in enumerate(tokens):
+        engine = (("engine", str(number)),)
+        samples |= {(telemetry.RUNNING, engine): 2.0, (telemetry.GENERATION_TOKENS, engine): value}
+    return Snapshot(second * S, samples)
+
+
+def test_one_engine_of_several_that_hangs_is_a_stall():
+    """The others' tokens do not hide it."""
+    machine = Machine(settings(max_stall_s=20), "chat")
+    (moved,) = run_scrapes(machine, lambda s: engines(s, 100.0 * s, 100.0 * min(s, 4)), flowing, 40)
+    assert (moved.rule, moved.at_ns) == ("max_stall_s", 24 * S)
+
+
+def test_engines_that_pause_in_turns_do_not_hang():
+    """Each has a long prefill now and then: none stalls for long."""
+    machine = Machine(settings(max_stall_s=20), "chat")
+
+    def in_turns(second: int) -> Snapshot:
+        return engines(second, 100.0 * (second // 2), 100.0 * ((second + 1) // 2))
+
+    assert run_scrapes(machine, in_turns, flowing, 60) == []
+
+
+def test_a_pause_of_target_only_does_not_keep_a_hung_server_on():
+    """A second without tokens on the control is no stall of the control."""
+    machine = Machine(settings(max_stall_s=20), "chat")
+    (moved,) = run_scrapes(machine, stuck, lambda s: flowing(s - s % 2), 40)
+    assert (moved.rule, moved.at_ns) == ("max_stall_s", 21 * S)
+
+
 def test_an_idle_server_does_not_stall():
     """No tokens and nothing running is no stall."""
     machine = Machine(settings(), "chat")

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from speccheck import hooks
+from speccheck import console, context, hooks
 from speccheck.config import HooksConfig
 from speccheck.errors import UsageError
 from speccheck.hooks import Event, Hooks
@@ -174,6 +174,23 @@ def test_a_secret_that_is_not_set_is_an_error(monkeypatch):
     monkeypatch.delenv("HOOK_KEY", raising=False)
     with pytest.raises(UsageError, match="HOOK_KEY is not set"):
         Hooks(HooksConfig(webhook="http://x", webhook_secret_env="HOOK_KEY"), say=print)
+
+
+def test_a_run_that_could_not_sign_is_not_begun(monkeypatch, tmp_path):
+    """Its canary would find out when the first route fell back, and tell nobody."""
+    monkeypatch.delenv("HOOK_KEY", raising=False)
+    path = tmp_path / "rollout.yaml"
+    path.write_text(
+        "name: r\nspeculation: {method: ngram, num_speculative_tokens: 3}\n"
+        "routes: [{name: chat, tasks: ['*']}]\n"
+        "fallback: {hooks: {webhook: 'http://x', webhook_secret_env: HOOK_KEY}}\n"
+    )
+    with (
+        pytest.raises(UsageError, match="HOOK_KEY is not set"),
+        context.open_run(path, tmp_path / "out", console.Reporter(), fresh=False),
+    ):
+        pass
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_webhook_is_tried_again_with_longer_pauses(at_once):
