@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
-from speccheck import corpus, decision, fallback, graded, hooks, monitors, plan, shadow
+from speccheck import corpus, decision, fallback, hooks, monitors, plan, shadow
 from speccheck.config import CanaryConfig, Guardrails, Rollout, Route
 from speccheck.context import RunContext
 from speccheck.errors import SpeccheckError, UsageError
@@ -42,6 +42,7 @@ from speccheck.records import (
     Verdict,
     worst,
 )
+from speccheck.replay import grades
 from speccheck.store import RecordedDecision, Store
 
 RESET = "operator_reset"
@@ -238,7 +239,7 @@ def watched(
         for r in store.receipts(
             run_id, stage=[Stage.REPLAY, Stage.SHADOW], route=route, warm_up=False
         )
-        if graded.in_figures(r)
+        if grades.in_figures(r)
     ]
     steps = ramp(rollout.canary, route, resets_of(store, run_id, route))
     watch = monitors.Monitors(

@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from speccheck.canary import RouteStatus
-    from speccheck.cells import ArmFigures, Cell, Load
     from speccheck.errors import ExitCode
     from speccheck.grading.blind import PreferenceSummary
     from speccheck.matrix import Matrix, MatrixRow
-    from speccheck.outcome import Outcome, WrittenPacket
-    from speccheck.sampled import Result as BatteryResult
-    from speccheck.sweep import Result as SweepResult
+    from speccheck.replay.distributions import Result as BatteryResult
+    from speccheck.results import Outcome, WrittenPacket
+    from speccheck.sweep.cells import ArmFigures, Cell, Load
+    from speccheck.sweep.rounds import Result as SweepResult
 
 PLAIN_EVERY_S = 10.0
 

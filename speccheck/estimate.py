@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from speccheck import stats
-from speccheck.calibration import TOGETHER, Calibration
 from speccheck.config import Rollout
 from speccheck.corpus import Corpus
 from speccheck.engine.drafters import NgramIndex
@@ -34,6 +33,7 @@ from speccheck.records import Arm, Estimate, Outcome, Stage, temperature_band
 from speccheck.speed import Costs
 from speccheck.store import Store
 from speccheck.suffix import SuffixDrafter, SuffixSettings
+from speccheck.sweep.calibration import TOGETHER, Calibration
 
 if TYPE_CHECKING:
     from speccheck.engine.text import Tokenizer

@@ -19,7 +19,7 @@ from typing import Literal
 
 import numpy as np
 
-from speccheck import cells, speed, stats
+from speccheck import speed, stats
 from speccheck.measure import (
     ALPHA,
     LATENCIES,
@@ -42,6 +42,7 @@ from speccheck.measure import (
 from speccheck.quality import CaseStatus
 from speccheck.records import SWEEP, Arm, Estimate, Outcome, Receipt, Stage
 from speccheck.speed import Costs, break_even_acceptance
+from speccheck.sweep import cells
 
 MatrixVerdict = Literal["speculate", "target_only", "inconclusive"]
 
@@ -567,7 +568,7 @@ def _repeated_prompts(
 def _swept(
     members: Sequence[Receipt],
 ) -> tuple[tuple[KResult, ...], KResult | None, tuple[int, ...]]:
-    """One load of a sweep, as `cells` has it: its lengths, the best, and those equal to it.
+    """One load of a sweep, as `sweep.cells` has it: its lengths, the best, and those equal to it.
 
     Where none pays, the best is the one that loses least.
     """

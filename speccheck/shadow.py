@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from speccheck import measure, plan, stats
-from speccheck.calibration import Calibration
 from speccheck.config import Rollout, Route
 from speccheck.context import PROTECTED, RunContext, latest_arms, named_rng
 from speccheck.estimate import scheduling_notes
@@ -38,6 +37,7 @@ from speccheck.records import (
     Stage,
 )
 from speccheck.store import Store
+from speccheck.sweep.calibration import Calibration
 
 PHASE = "mirror"
 A_A = "mirror-aa"

@@ -25,19 +25,15 @@ from speccheck import (
     coverage,
     decision,
     fixture,
-    graded,
     guardrails,
     kernels,
     launch,
     measure,
     plan,
-    replay,
-    sampled,
     shadow,
     slices,
     stats,
     store,
-    sweep,
     tables,
     tally,
     vllm,
@@ -67,6 +63,8 @@ from speccheck.records import (
     to_json,
     worst,
 )
+from speccheck.replay import attribution, distributions, grades
+from speccheck.sweep import rounds
 
 _CONSEQUENCES = ("low", "medium", "high")
 
@@ -220,7 +218,7 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     """Every prompt on both arms at temperature 0 and at one sampled temperature, graded."""
     settings = run.rollout.replay
     prompts = [prompt for route in routes for prompt in run.prompts(route)]
-    graded.validate_checks(prompts)
+    grades.validate_checks(prompts)
 
     def phase(name: str, temperature: float, concurrency: int) -> plan.Phase:
         sampler = Sampler(temperature=temperature)
@@ -231,20 +229,20 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     greedy = phase("greedy", 0.0, settings.concurrency)
     control = phase("aa", 0.0, settings.control_concurrency)
     at_temperature = phase("sampled", settings.sampled_temperature, settings.concurrency)
-    graded.send(
+    grades.send(
         run,
         "temperature 0",
         prompts,
         lambda some, rng: plan.closed_loop(greedy, some, rng=rng),
         warm_up=plan.warm_up(greedy, prompts, run.rollout.warm_up),
     )
-    graded.send(
+    grades.send(
         run,
         "A/A control",
         prompts,
         lambda some, rng: plan.a_a(control, some, "greedy", rng=rng),
     )
-    graded.send(
+    grades.send(
         run,
         f"temperature {settings.sampled_temperature:g}",
         prompts,
@@ -252,26 +250,28 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     )
 
     # What looks like a regression is run again on both arms before it may be called one.
-    everything = graded.with_later_turns(run, prompts)
-    grades: graded.Known = {}
-    temperatures = graded.temperatures(run, len(everything))
+    everything = grades.with_later_turns(run, prompts)
+    known: grades.Known = {}
+    temperatures = grades.temperatures(run, len(everything))
     for at, first in zip(temperatures, (greedy, at_temperature), strict=True):
-        graded.confirm(run, at, prompts, replace(first, name=at.phases[-1]), grades)
+        grades.confirm(run, at, prompts, replace(first, name=at.phases[-1]), known)
 
     features = slices.asked(run, prompts)
     run.drive("compatibility slices", [r for part in features.requests.values() for r in part])
 
     run.report.line("  grading, and asking the target about divergences")
-    found = graded.grade_all(run, everything, grades)
-    asked = asyncio.run(replay.attribute(run, found, graded.same_question(run, prompts)))
-    if unsettled := replay.near(asked, prompts):
-        again = phase(graded.NEAR_PHASE, 0.0, settings.concurrency)
+    found = grades.grade_all(run, everything, known)
+    asked = asyncio.run(attribution.attribute(run, found, grades.same_question(run, prompts)))
+    if unsettled := attribution.near(asked, prompts):
+        again = phase(grades.NEAR_PHASE, 0.0, settings.concurrency)
         run.drive(
             "near divergences once more",
-            plan.closed_loop(again, unsettled, rng=run.rng("near"), repeats=replay.NEAR_REPLAYS),
+            plan.closed_loop(
+                again, unsettled, rng=run.rng("near"), repeats=attribution.NEAR_REPLAYS
+            ),
         )
-        asked = replay.settle(run, asked, unsettled)
-    distributions = sampled.run_battery(run, prompts, settings.probe)
+        asked = attribution.settle(run, asked, unsettled)
+    battery = distributions.run_battery(run, prompts, settings.probe)
     tau = asked.floor.tau if asked.floor is not None else None
     items = slices.judge(run, features, tau)
     tried = slices.rows(features, items)
@@ -279,7 +279,7 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
         run.report.line(f"  {line}")
     receipts = [r for r in found.receipts if r.phase in ("greedy", "sampled")]
     judged = Judged(
-        evidence=replay.evidence(run, found, asked, everything, temperatures, distributions)
+        evidence=attribution.evidence(run, found, asked, everything, temperatures, battery)
         | slices.evidence(tried)
     )
     for route in routes:
@@ -293,13 +293,13 @@ def replay_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
                     rng=run.rng("replay", route.name),
                     kept_off=kept_off,
                 ),
-                *replay.measure(
+                *attribution.measure(
                     run,
                     route.name,
-                    *replay.part(found, asked, kept_off=kept_off),
+                    *attribution.part(found, asked, kept_off=kept_off),
                     mine,
                     temperatures,
-                    distributions,
+                    battery,
                 ),
                 *slices.measure(items, route=route.name, kept_off=kept_off),
             ]
@@ -343,7 +343,7 @@ def shadow_stage(run: RunContext, routes: Sequence[Route]) -> Judged:
     )
     judged.notes = [
         *shadow.block_notes(run, receipts),
-        *shadow.lookup_notes(run, sweep.calibrated(run.store, run.run_id)),
+        *shadow.lookup_notes(run, rounds.calibrated(run.store, run.run_id)),
     ]
     return judged
 
@@ -429,7 +429,7 @@ def describe(path: Path) -> dict[str, Any]:
     """
     rollout, rules, corpus = read_rollout(path)
     probed = rollout.replay.probe
-    samples = sampled.DRAFTED if probed.samples is None else probed.samples
+    samples = distributions.DRAFTED if probed.samples is None else probed.samples
     per_prompt = (
         "each prompt twice at temperature 0, once more for A/A, twice sampled; slices, reruns; "
         f"and {samples} samples of {probed.prompts} prompts on both arms"
@@ -615,7 +615,7 @@ def _conclude(
     sent = {
         r.pair_id: r
         for r in run.store.receipts(run.run_id, stage=stage, route=route, warm_up=False)
-        if graded.in_figures(r)
+        if grades.in_figures(r)
     }
     return findings, fell_back or decision.decide(
         route,

@@ -11,7 +11,7 @@ from typing import Any
 
 from scripted_server import Script, ScriptedServer, answer, spec_metrics
 
-from speccheck import context, outcome, stages
+from speccheck import context, results, stages
 from speccheck.console import Reporter
 from speccheck.records import Arm, Stage
 
@@ -52,12 +52,12 @@ class Pair:
         """The rollout file."""
         return self.folder / "rollout.yaml"
 
-    def run(self, stage: Stage, *, keep_going: bool = True) -> outcome.Outcome:
+    def run(self, stage: Stage, *, keep_going: bool = True) -> results.Outcome:
         """Run one stage; what it came to."""
         out = self.folder / "run"
         with context.open_run(self.rollout, out, Reporter(), fresh=False) as opened:
             stages.run_stage(opened, stage, stop_early=not keep_going)
-            return outcome.outcome(opened.store, opened.run_id, [stage])
+            return results.outcome(opened.store, opened.run_id, [stage])
 
 
 @contextmanager

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speccheck import budget
-from speccheck.budget import FIRST_ROUNDS, Standing
+from speccheck.sweep import budget
+from speccheck.sweep.budget import FIRST_ROUNDS, Standing
 
 
 @dataclass

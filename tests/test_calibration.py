@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from rule_receipts import receipt
 
-from speccheck import calibration, speed
+from speccheck import speed
 from speccheck.records import CALIBRATION
 from speccheck.speed import Costs
+from speccheck.sweep import calibration
 
 STEP_MS = 20.0
 KS = (1, 2, 3, 5, 8)

@@ -21,10 +21,10 @@ from test_cells import T09, swept
 
 from speccheck.config import Rollout, load_guardrails
 from speccheck.context import STORE_NAME
-from speccheck.grid import load_name
 from speccheck.records import Arm, PlannedRequest, Receipt
 from speccheck.store import Run, Store
-from speccheck.sweep import ROUND_MARK
+from speccheck.sweep.grid import load_name
+from speccheck.sweep.rounds import ROUND_MARK
 from speccheck.telemetry import Snapshot
 
 

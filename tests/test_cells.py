@@ -11,11 +11,12 @@ import pytest
 from rule_receipts import receipt
 from scipy import stats as sp
 
-from speccheck import cells, matrix, stats
-from speccheck.calibration import Calibration
-from speccheck.cells import FIXED, MIXED, SEQUENTIAL
+from speccheck import matrix, stats
 from speccheck.records import SWEEP, Estimate
 from speccheck.speed import Costs
+from speccheck.sweep import cells
+from speccheck.sweep.calibration import Calibration
+from speccheck.sweep.cells import FIXED, MIXED, SEQUENTIAL
 
 
 def swept(

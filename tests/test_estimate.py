@@ -14,7 +14,6 @@ import pytest
 from rule_receipts import receipt
 
 from speccheck import stats
-from speccheck.calibration import LOOKUP, TOGETHER, Calibration
 from speccheck.config import Rollout, package_dir
 from speccheck.corpus import Corpus, load_corpus
 from speccheck.engine.engine import Completion, Engine
@@ -37,6 +36,7 @@ from speccheck.records import Answer, Estimate, to_json
 from speccheck.speed import Costs, saved_passes
 from speccheck.store import Run, Store
 from speccheck.suffix import SuffixSettings
+from speccheck.sweep.calibration import LOOKUP, TOGETHER, Calibration
 from speccheck.tables import load_table
 
 TABLE = load_table(package_dir("corpora") / "fixture_t4.json")

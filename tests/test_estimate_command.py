@@ -12,10 +12,10 @@ from test_calibration import measured
 
 from speccheck.cli import main
 from speccheck.context import STORE_NAME
-from speccheck.grid import load_name
 from speccheck.records import Arm
 from speccheck.store import Run, Store
-from speccheck.sweep import ROUND_MARK
+from speccheck.sweep.grid import load_name
+from speccheck.sweep.rounds import ROUND_MARK
 from speccheck.telemetry import Snapshot
 
 

@@ -11,11 +11,12 @@ from attached_pair import attached_pair
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speccheck import context, grid
-from speccheck.cells import MIXED, SEQUENTIAL
+from speccheck import context
 from speccheck.console import Reporter
 from speccheck.errors import UsageError
 from speccheck.records import Arm, receipt_key
+from speccheck.sweep import grid
+from speccheck.sweep.cells import MIXED, SEQUENTIAL
 
 
 @given(st.integers(1, 8), st.integers(0, 20))

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_vllm import alive, eventually
 
-from speccheck import context, launch, outcome, plan, stages
+from speccheck import context, launch, plan, results, stages
 from speccheck.config import Rollout, package_dir
 from speccheck.console import Reporter
 from speccheck.errors import EngineError, UsageError
@@ -208,7 +208,7 @@ def test_a_replay_in_turns(tmp_path):
         tmp_path / "rollout.yaml", tmp_path / "run", Reporter(), fresh=False
     ) as run:
         stages.run_stage(run, Stage.REPLAY, stop_early=True)
-        found = outcome.outcome(run.store, run.run_id, [Stage.REPLAY])
+        found = results.outcome(run.store, run.run_id, [Stage.REPLAY])
         receipts = run.store.receipts(run.run_id, warm_up=False)
         with pytest.raises(UsageError, match="layout is alternate"):
             stages.run_stage(run, Stage.SHADOW, stop_early=False)

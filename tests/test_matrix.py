@@ -11,9 +11,10 @@ import pytest
 from rule_receipts import pair, pairs, receipt
 from scipy import stats as sp
 
-from speccheck import cells, matrix, stats
+from speccheck import matrix, stats
 from speccheck.records import to_json
 from speccheck.speed import Costs
+from speccheck.sweep import cells
 
 
 @pytest.fixture

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from rule_receipts import receipt
 
-from speccheck import cells, decision, guardrails, matrix, measure, monitors
+from speccheck import decision, guardrails, matrix, measure, monitors
 from speccheck.guardrails import RULES, RuleLimit
 from speccheck.records import Finding, Receipt, Stage, Verdict, to_json
+from speccheck.sweep import cells
 
 LIMITS = {"rate": 0.5, "share": 0.05, "difference": 0.02, "tokens": 2.0, "count": 0}
 ODD: dict[str, tuple[Any, ...]] = {

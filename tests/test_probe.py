@@ -18,7 +18,7 @@ from scripted_server import Script, ScriptedServer, refusal
 from served_pair import served, small_pair, write_rollout
 from test_cli import speccheck
 
-from speccheck import battery, client, probe, replay, sampled
+from speccheck import battery, client, probe
 from speccheck.client import TokenLogprob
 from speccheck.drive import Endpoint
 from speccheck.engine.engine import Engine
@@ -28,6 +28,7 @@ from speccheck.engine.settings import EngineSettings
 from speccheck.errors import EngineError
 from speccheck.lossless import Compared, Divergence
 from speccheck.records import Answer, Arm, ArmDescription, Prompt
+from speccheck.replay import attribution, distributions
 
 # --- rows and gaps ------------------------------------------------------------------------------
 
@@ -187,8 +188,8 @@ def test_near_divergences_are_settled_by_their_replays():
         p.prompt_id: Compared("pair", "r", 2, part, 0.15, "tie" if p.prompt_id == "tie" else "near")
         for p in prompts
     }
-    asked = replay.Attribution(pairs, {}, None, "")
-    unsettled = replay.near(asked, prompts)
+    asked = attribution.Attribution(pairs, {}, None, "")
+    unsettled = attribution.near(asked, prompts)
     assert [p.prompt_id for p in unsettled] == ["same", "other", "none"]
     ids = {
         ("same", Arm.TARGET_ONLY): (4, 5),
@@ -199,11 +200,11 @@ def test_near_divergences_are_settled_by_their_replays():
     receipts = [
         SimpleNamespace(receipt_id=f"{name}{arm}{n}", prompt_id=name, arm=arm, repeat=n)
         for name, arm in ids
-        for n in range(replay.NEAR_REPLAYS)
+        for n in range(attribution.NEAR_REPLAYS)
     ]
     kept = {r.receipt_id: Answer(r.receipt_id, "", ids[r.prompt_id, r.arm]) for r in receipts}
     store = SimpleNamespace(receipts=lambda *_a, **_k: receipts, answers=lambda _ids: kept)
-    settled = replay.settle(SimpleNamespace(store=store, run_id="run"), asked, unsettled)
+    settled = attribution.settle(SimpleNamespace(store=store, run_id="run"), asked, unsettled)
     assert {name: pair.kind for name, pair in settled.compared.items()} == {
         "same": "violation",
         "other": "tie",
@@ -226,7 +227,7 @@ def test_prompt_lookup_is_recomputed_as_the_engine_proposed_it(tmp_path):
     n_accepted = 0
     for done in engine.generate(requests):
         tokens = tuple(done.token_ids)
-        proposals = sampled._lookups(config, prompt, tokens)
+        proposals = distributions._lookups(config, prompt, tokens)
         found = battery.rounds(
             len(tokens),
             done.stats.accepted_per_step,
@@ -234,7 +235,7 @@ def test_prompt_lookup_is_recomputed_as_the_engine_proposed_it(tmp_path):
             lambda at, known=proposals: len(known[at]),
         )
         assert found is not None
-        proposed = sampled._proposed(len(tokens), proposals, found)
+        proposed = distributions._proposed(len(tokens), proposals, found)
         for start, drafted, accepted in found:
             kept = tokens[start : start + accepted]
             assert proposed[start - 1 : start - 1 + len(kept)] == kept
@@ -246,7 +247,7 @@ def test_prompt_lookup_is_recomputed_as_the_engine_proposed_it(tmp_path):
 def test_answers_without_ids_are_compared_word_by_word():
     """A server that sends text alone still has a two-sample test."""
     a, b = (
-        sampled._sampled("p", Answer("r", text, None), None, None, None, "unknown", {})
+        distributions._sampled("p", Answer("r", text, None), None, None, None, "unknown", {})
         for text in ("one two", "one three")
     )
     assert a.tokens[0] == b.tokens[0]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from speccheck import quality, replay
-from speccheck.graded import Temperature
+from speccheck import quality
 from speccheck.quality import Case
+from speccheck.replay import attribution
+from speccheck.replay.grades import Temperature
 
 P, F, N = "pass", "fail", "not_applicable"
 
@@ -173,7 +174,7 @@ def test_no_task_of_a_table_fails_by_being_one_of_many(lost, rows, verdict):
     cases = [Case(f"l{i}", ("pass",) * 3, ("fail",) * 3) for i in range(lost)]
     cases += [Case(f"c{i}", ("pass",) * 3, ("pass",) * 3) for i in range(120 - lost)]
     at = Temperature(("greedy", "aa"), "temperature 0", 3)
-    row = replay._quality("chat", cases, at, 0.02, 0.01 / rows)
+    row = attribution._quality("chat", cases, at, 0.02, 0.01 / rows)
     assert row["verdict"] == verdict
     assert ("but not at the level" in row["why"]) == (
         row["difference"].low > 0.02 and verdict != "fail"

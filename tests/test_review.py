@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from rule_receipts import receipt
 from scripted_server import Script, ScriptedServer, refusal
 
-from speccheck import preferences
 from speccheck.cli import main
 from speccheck.corpus import load_corpus
 from speccheck.errors import EngineError, UsageError
@@ -25,6 +24,7 @@ from speccheck.grading import review
 from speccheck.grading.blind import AnswerPair, draw, first_arm, preferred, summarise
 from speccheck.grading.judge import judge_pair, messages, verdict_in
 from speccheck.records import Answer, Arm, Preference
+from speccheck.replay import preferences
 from speccheck.store import Run, Store
 
 RUN = "run:abc"

@@ -22,7 +22,7 @@ from attached_pair import attached_pair
 from rule_receipts import receipt
 from scripted_server import Script, answer, refusal, spec_metrics
 
-from speccheck import client, guardrails, outcome, plan, slices
+from speccheck import client, guardrails, plan, results, slices
 from speccheck.config import ReplayConfig, SliceName, package_dir
 from speccheck.corpus import load_corpus
 from speccheck.drive import Endpoint
@@ -53,7 +53,7 @@ from speccheck.slices.asked import (
     stop_inside,
 )
 from speccheck.slices.checks import Check, Group, Item, Reply, check
-from speccheck.slices.judged import evidence, measure, refused, row, summary
+from speccheck.slices.support import evidence, measure, refused, row, summary
 from speccheck.store import Store
 
 RUN = "run:slices"
@@ -923,7 +923,7 @@ def test_a_replay_fails_the_route_by_the_slice_and_keeps_its_receipts(tmp_path):
         pair.run(Stage.REPLAY)
         again = [len(server.seen) for server in pair.servers.values()]
         with Store.read(pair.folder / "run" / "receipts.duckdb") as store:
-            proposed = outcome.propose_policy(store, ended.run_id, pair.rollout).policy
+            proposed = results.propose_policy(store, ended.run_id, pair.rollout).policy
             told = store.get_stage(ended.run_id, Stage.REPLAY).evidence["evidence"]
             kept = store.receipts(ended.run_id, phase="slice-streaming")
     assert [row["status"] for row in told["features"]] == ["unsupported", "broken", "unclear"]

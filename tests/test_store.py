@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from speccheck import client, outcome
+from speccheck import client, results
 from speccheck import store as store_module
 from speccheck.errors import StoreError, UsageError
 from speccheck.health import ClientHealth
@@ -683,7 +683,7 @@ def test_a_store_that_is_held_for_a_moment_is_waited_for(path):
         assert holder.stdout.readline() == "open\n"
         let_go = threading.Timer(0.3, holder.communicate, ["go on\n"])
         let_go.start()
-        with outcome.open_store(path.parent) as store:
+        with results.open_store(path.parent) as store:
             assert store.runs() == []
         let_go.join()
 

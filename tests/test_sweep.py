@@ -17,14 +17,15 @@ from attached_pair import attached_pair
 from scripted_server import answer, spec_metrics
 from test_cli import speccheck
 
-from speccheck import calibration, cells, context, launch, outcome
-from speccheck import sweep as measuring
+from speccheck import context, launch, results
 from speccheck.cli import main
 from speccheck.config import package_dir
 from speccheck.console import Reporter, sweep_lines
 from speccheck.errors import UsageError
 from speccheck.records import CALIBRATION, SWEEP, Arm, Stage, Verdict
 from speccheck.store import Store
+from speccheck.sweep import calibration, cells
+from speccheck.sweep import rounds as measuring
 
 LOOSE = {"loop_cpu_share": None, "lag_floor_s": 60, "loop_stall_s": 60, "loop_stall_share": 1}
 """Limits that any machine keeps: these tests are not about the client."""
@@ -166,7 +167,7 @@ def test_the_matrix_and_the_packet_take_a_sweep(done):
     """Its cohorts are rows of the matrix with modelled savings; calibration is no cohort."""
     folder = done.folder
     with Store.read(folder / "run" / context.STORE_NAME) as store:
-        evidence = outcome.evidence(store, store.runs()[-1].run_id)
+        evidence = results.evidence(store, store.runs()[-1].run_id)
         measured = store.measurements(evidence.run["run_id"], SWEEP)
     assert {row.cohort["stage"] for row in evidence.matrix} == {SWEEP}
     assert sum(row.n_target for row in evidence.matrix) == 16
@@ -180,7 +181,7 @@ def test_the_stages_do_not_see_a_sweep(done):
     """No stage result, no decision, and a run that is not promoted by it."""
     folder = done.folder
     with Store.read(folder / "run" / context.STORE_NAME) as store:
-        ended = outcome.outcome(store, store.runs()[-1].run_id)
+        ended = results.outcome(store, store.runs()[-1].run_id)
     assert ended.stages == {}
     assert [d.action for d in ended.decisions] == ["inconclusive"]
 
@@ -194,7 +195,7 @@ def test_a_stage_goes_on_beside_a_sweep(tmp_path):
         again = sweep(pair, tmp_path, concurrency=(1, 4))
     assert [load.concurrency for load in again.loads] == [1, 4]
     with Store.read(tmp_path / "run" / context.STORE_NAME) as store:
-        evidence = outcome.evidence(store, store.runs()[-1].run_id)
+        evidence = results.evidence(store, store.runs()[-1].run_id)
         assert store.verify() == []
     assert {row.cohort["stage"] for row in evidence.matrix} == {"sweep", "shadow"}
     assert {r.stage for r in evidence.receipts} == {"shadow"}

@@ -38,11 +38,11 @@ def canary_status(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa:
       speccheck canary status --out speccheck-run
     """
     from speccheck import canary as module
-    from speccheck import decision, outcome
+    from speccheck import decision, results
     from speccheck.records import Verdict
 
-    with outcome.open_store(out) as store:
-        run = outcome.pick_run(store, run_id)
+    with results.open_store(out) as store:
+        run = results.pick_run(store, run_id)
         routes = module.survey(store, run)
     begun = [r for r in routes if r.verdict is not None]
     code = decision.exit_code(
@@ -76,10 +76,10 @@ def canary_reset(route: str, reason: str, out: Path, run_id: str | None) -> int:
       speccheck canary reset chat --reason "draft retrained, see #412"
     """
     from speccheck import canary as module
-    from speccheck import outcome
+    from speccheck import results
 
-    with outcome.open_store(out, mode="write") as store:
-        run = outcome.pick_run(store, run_id)
+    with results.open_store(out, mode="write") as store:
+        run = results.pick_run(store, run_id)
         made = module.reset(store, run, route, reason, now_ns=time.time_ns())
     click.echo(f"{route}: {made.reason}")
     click.echo("next: speccheck stage canary, which begins at the first share")

@@ -81,10 +81,10 @@ def receipts_list(
     Example:
       speccheck receipts list --stage canary --outcome error
     """
-    from speccheck import outcome
+    from speccheck import results
 
-    with outcome.open_store(out) as store:
-        run = outcome.pick_run(store, run_id)
+    with results.open_store(out) as store:
+        run = results.pick_run(store, run_id)
         wanted = {name: value for name, value in filters.items() if value is not None}
         found = store.receipts(run, **wanted)
     if as_json:
@@ -108,11 +108,11 @@ def receipts_show(receipt_id: str, out: Path, run_id: str | None, as_json: bool)
     Example:
       speccheck receipts show receipt:1f0c
     """
-    from speccheck import outcome
+    from speccheck import results
 
-    with outcome.open_store(out) as store:
-        run = outcome.pick_run(store, run_id)
-        receipt, answer = outcome.find_receipt(store, run, receipt_id)
+    with results.open_store(out) as store:
+        run = results.pick_run(store, run_id)
+        receipt, answer = results.find_receipt(store, run, receipt_id)
     if as_json:
         print_json({"receipt": receipt, "answer": answer})
         return
@@ -141,14 +141,14 @@ def receipts_export(
     Example:
       speccheck receipts export receipts.parquet --stage shadow
     """
-    from speccheck import outcome
+    from speccheck import results
 
     formats: dict[str, Format] = {"csv": "csv", "parquet": "parquet", "jsonl": "jsonl"}
     chosen = formats.get(form or path.suffix.lstrip(".").lower())
     if chosen is None:
         raise UsageError(f"{path}: name it .csv, .parquet or .jsonl, or give --format")
-    with outcome.open_store(out) as store:
-        run = outcome.pick_run(store, run_id)
+    with results.open_store(out) as store:
+        run = results.pick_run(store, run_id)
         wanted = {name: value for name, value in filters.items() if value is not None}
         count = store.export(path, chosen, run_id=run, **wanted)
     click.echo(f"wrote {count} receipts to {path}")
@@ -163,9 +163,9 @@ def receipts_verify(out: Path) -> int:
     Example:
       speccheck receipts verify
     """
-    from speccheck import outcome
+    from speccheck import results
 
-    with outcome.open_store(out) as store:
+    with results.open_store(out) as store:
         problems = store.verify()
     with reader_may_leave():
         for problem in problems:
@@ -226,7 +226,7 @@ def corpus_check(paths: tuple[Path, ...], as_json: bool) -> None:  # noqa: FBT00
     from collections import Counter
 
     from speccheck.corpus import load_corpus
-    from speccheck.graded import validate_checks
+    from speccheck.replay.grades import validate_checks
 
     loaded = load_corpus(paths)
     validate_checks(loaded.prompts)

@@ -240,12 +240,13 @@ def _costs(folder: Path | None, draft: float | None, verify: str | None) -> dict
 
 def _calibrated(folder: Path) -> dict[str, Prices]:
     """Costs of lookup drafting from a run's calibration."""
-    from speccheck import outcome, sweep
+    from speccheck import results
     from speccheck.estimate import lookup_costs
+    from speccheck.sweep import rounds
 
-    with outcome.open_store(folder) as store:
-        run = outcome.pick_run(store, None)
-        found = sweep.calibrated(store, run)
+    with results.open_store(folder) as store:
+        run = results.pick_run(store, None)
+        found = rounds.calibrated(store, run)
     costs = lookup_costs(found)
     if not costs:
         why = "no calibration in it"
@@ -262,13 +263,13 @@ def _of_run(
     folder: Path, run_id: str | None, rollout: Path | None, tokenizer: str | None
 ) -> list[LoggedAnswer]:
     """The target-only answers that a run kept, with the prompts of its corpus."""
-    from speccheck import context, estimate, logs, outcome
+    from speccheck import context, estimate, logs, results
     from speccheck.config import PACKAGED, package_dir
     from speccheck.corpus import load_corpus
     from speccheck.records import Arm
 
-    with outcome.open_store(folder) as store:
-        run = store.run(outcome.pick_run(store, run_id))
+    with results.open_store(folder) as store:
+        run = store.run(results.pick_run(store, run_id))
         settings = run.config["rollout"]["corpus"]
         if rollout is not None:
             corpus = context.read_rollout(rollout)[2]

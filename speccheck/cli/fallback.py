@@ -57,11 +57,11 @@ def fallback_status(out: Path, run_id: str | None, as_json: bool) -> int:  # noq
       speccheck fallback status
     """
     from speccheck import fallback as module
-    from speccheck import outcome
+    from speccheck import results
     from speccheck.records import RouteState
 
-    with outcome.open_store(out) as store:
-        run = store.run(outcome.pick_run(store, run_id))
+    with results.open_store(out) as store:
+        run = store.run(results.pick_run(store, run_id))
         name = run.config["rollout"]["name"]
         kept = store.transitions(name)
     routes = dict.fromkeys(_routes(run), RouteState.ENABLED)
@@ -120,11 +120,11 @@ def fallback_replay(
       speccheck fallback replay --rollout rollout.yaml
     """
     from speccheck import fallback as module
-    from speccheck import outcome
+    from speccheck import results
     from speccheck.records import to_json
 
-    with outcome.open_store(out) as store:
-        run = store.run(outcome.pick_run(store, run_id))
+    with results.open_store(out) as store:
+        run = store.run(results.pick_run(store, run_id))
         settings, rules = _files(rollout, run)
         names = _routes(run) if route is None else [route]
         if route is not None and route not in _routes(run):
@@ -234,10 +234,10 @@ def fallback_reset(route: str, reason: str, out: Path, run_id: str | None) -> in
       speccheck fallback reset chat --reason "new driver, see #412"
     """
     from speccheck import fallback as module
-    from speccheck import outcome
+    from speccheck import results
 
-    with outcome.open_store(out, mode="write") as store:
-        run = store.run(outcome.pick_run(store, run_id))
+    with results.open_store(out, mode="write") as store:
+        run = store.run(results.pick_run(store, run_id))
         name = run.config["rollout"]["name"]
         known = [*_routes(run), *{row.transition.route for row in store.transitions(name)}]
         if route not in known:

@@ -45,7 +45,7 @@ from speccheck.cli.watch import watch
 from speccheck.errors import ExitCode, SpeccheckError, StoreError, UsageError
 
 if TYPE_CHECKING:
-    from speccheck.outcome import Outcome, WrittenPacket
+    from speccheck.results import Outcome, WrittenPacket
 
 
 def _take_signals() -> None:
@@ -182,7 +182,7 @@ def run(
     Example:
       speccheck run --rollout rollout.yaml --junit speccheck.xml
     """
-    from speccheck import console, context, outcome, stages
+    from speccheck import console, context, results, stages
 
     if dry_run:
         planned = stages.describe(rollout)
@@ -190,8 +190,8 @@ def run(
         return ExitCode.PASS
     with context.open_run(rollout, out, console.Reporter(), fresh=again) as opened:
         stages.run_all(opened, stop_early=not keep_going)
-        written = outcome.write_packet(opened.store, opened.run_id, out)
-        ended = outcome.outcome(opened.store, opened.run_id, written=written)
+        written = results.write_packet(opened.store, opened.run_id, out)
+        ended = results.outcome(opened.store, opened.run_id, written=written)
     return _tell(ended, as_json=as_json, junit=junit, summary=summary, written=written)
 
 
@@ -215,12 +215,12 @@ def stage(
     Example:
       speccheck stage replay --rollout rollout.yaml --json
     """
-    from speccheck import console, context, outcome, stages
+    from speccheck import console, context, results, stages
     from speccheck.records import Stage
 
     with context.open_run(rollout, out, console.Reporter(), fresh=again) as opened:
         stages.run_stage(opened, Stage(name), stop_early=not keep_going)
-        ended = outcome.outcome(opened.store, opened.run_id, [Stage(name)])
+        ended = results.outcome(opened.store, opened.run_id, [Stage(name)])
     return _tell(ended, as_json=as_json, junit=junit, summary=summary)
 
 
@@ -237,7 +237,7 @@ def demo(out: Path, again: bool) -> int:  # noqa: FBT001
     Example:
       speccheck demo --out demo
     """
-    from speccheck import console, context, outcome, stages
+    from speccheck import console, context, results, stages
     from speccheck.config import write_example
 
     folder = out / "rollout"
@@ -245,8 +245,8 @@ def demo(out: Path, again: bool) -> int:  # noqa: FBT001
         write_example(folder, "demo.yaml")
     with context.open_run(folder / "rollout.yaml", out, console.Reporter(), fresh=again) as opened:
         stages.run_all(opened, stop_early=True)
-        written = outcome.write_packet(opened.store, opened.run_id, out)
-        ended = outcome.outcome(opened.store, opened.run_id, written=written)
+        written = results.write_packet(opened.store, opened.run_id, out)
+        ended = results.outcome(opened.store, opened.run_id, written=written)
     code = _tell(ended, as_json=False, junit=None, summary=None, written=written)
     click.echo(
         f"\n`speccheck run` would exit with {int(code)} here: {code.meaning}.\n"
@@ -422,10 +422,10 @@ def decide(
     Example:
       speccheck decide --json | jq -r '.decisions[] | .route + " " + .action'
     """
-    from speccheck import outcome
+    from speccheck import results
 
-    with outcome.open_store(out) as store:
-        ended = outcome.outcome(store, outcome.pick_run(store, run_id))
+    with results.open_store(out) as store:
+        ended = results.outcome(store, results.pick_run(store, run_id))
     return _tell(ended, as_json=as_json, junit=junit, summary=summary)
 
 
@@ -441,10 +441,10 @@ def packet(out: Path, run_id: str | None, as_json: bool) -> int:  # noqa: FBT001
     Example:
       speccheck packet --out speccheck-run
     """
-    from speccheck import outcome
+    from speccheck import results
 
-    with outcome.open_store(out) as store:
-        written = outcome.write_packet(store, outcome.pick_run(store, run_id), out)
+    with results.open_store(out) as store:
+        written = results.write_packet(store, results.pick_run(store, run_id), out)
     with reader_may_leave():
         if as_json:
             print_json(written.to_dict())

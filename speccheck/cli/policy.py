@@ -52,13 +52,13 @@ def matrix(
       speccheck matrix --propose | less
       speccheck matrix --accept
     """
-    from speccheck import console, outcome
+    from speccheck import console, results
 
-    with outcome.open_store(out) as store:
-        run = outcome.pick_run(store, run_id)
+    with results.open_store(out) as store:
+        run = results.pick_run(store, run_id)
         if propose or accept:
-            return _proposal(outcome.propose_policy(store, run, rollout), accept, as_json)
-        found = outcome.workload(store, run)
+            return _proposal(results.propose_policy(store, run, rollout), accept, as_json)
+        found = results.workload(store, run)
     if not found.rows:
         raise StoreError(
             f"{out}: run {run} has no cohort that was measured on both arms; run a stage "

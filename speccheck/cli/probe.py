@@ -85,14 +85,15 @@ def probe(
     Example:
       speccheck probe --rollout rollout.yaml --prompts 20 --samples 250
     """
-    from speccheck import console, context, decision, sampled
+    from speccheck import console, context, decision
     from speccheck.config import ProbeConfig
     from speccheck.records import to_json
+    from speccheck.replay import distributions
 
     settings = ProbeConfig(prompts=prompts, samples=samples, max_tokens=max_tokens, margin=margin)
     with context.open_run(rollout, out, console.Reporter(), fresh=again) as run:
         routed = {p.prompt_id: p for r in run.rollout.routes for p in run.prompts(r)}
-        found = sampled.run_battery(run, tuple(routed.values()), settings, wanted=tests)
+        found = distributions.run_battery(run, tuple(routed.values()), settings, wanted=tests)
         check = decision.Check("probe", found.verdict, found.why)
         code = decision.exit_code([], [check])
         told = {"run_id": run.run_id, "exit_code": int(code), "exit_meaning": code.meaning}

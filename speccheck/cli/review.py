@@ -77,8 +77,9 @@ def review_export(
     """
     import secrets
 
-    from speccheck import console, preferences
+    from speccheck import console
     from speccheck.grading import review as sheets
+    from speccheck.replay import preferences
 
     ending = sheet.suffix.lower()
     if ending not in (".csv", ".html"):
@@ -192,8 +193,9 @@ def judge(
     import asyncio
     import os
 
-    from speccheck import console, preferences
+    from speccheck import console
     from speccheck.grading import blind
+    from speccheck.replay import preferences
 
     api_key = os.environ.get(api_key_env) if api_key_env else None
     if api_key_env and not api_key:

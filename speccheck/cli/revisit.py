@@ -77,7 +77,7 @@ def revisit(
     """
     from datetime import date
 
-    from speccheck import decision, launch, outcome
+    from speccheck import decision, launch, results
     from speccheck import revisit as held
     from speccheck.context import measured_arms
 
@@ -87,8 +87,8 @@ def revisit(
         raise UsageError(f"--today {today!r}: give a date such as 2026-12-31") from None
     limits = {"max_shift": _share("--max-shift", max_shift)}
     limits["max_drift"] = _share("--max-drift", max_drift)
-    with outcome.open_store(out) as store:
-        run = store.run(outcome.pick_run(store, run_id))
+    with results.open_store(out) as store:
+        run = store.run(results.pick_run(store, run_id))
         now, files = (
             (held.stored_rollout(run), None) if rollout is None else held.rollout_now(rollout)
         )
@@ -124,15 +124,15 @@ def _share(name: str, text: str) -> float:
 
 def _receipts(path: Path, out: Path) -> list[Receipt]:
     """Receipts of an export, or of the latest run in a folder."""
-    from speccheck import outcome
+    from speccheck import results
     from speccheck.store import read_receipts
 
     if not path.is_dir():
         return read_receipts(path)
     if path.resolve() == out.resolve():
         raise UsageError(f"--receipts {path}: that is the run itself; give later receipts")
-    with outcome.open_store(path) as store:
-        return store.receipts(outcome.pick_run(store, None))
+    with results.open_store(path) as store:
+        return store.receipts(results.pick_run(store, None))
 
 
 def _plain(found: Revisit, code: ExitCode) -> dict[str, object]:

@@ -14,7 +14,7 @@ from speccheck.cli.shell import OUT, PATH, print_json, reader_may_leave
 from speccheck.errors import ExitCode
 
 if TYPE_CHECKING:
-    from speccheck.sweep import Result
+    from speccheck.sweep.rounds import Result
 
 _UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -113,7 +113,7 @@ def sweep(
       speccheck sweep --k 1,3 --concurrency 1,16 --task code --json
     """
     from speccheck import console, context
-    from speccheck import sweep as measuring
+    from speccheck.sweep import rounds as measuring
 
     settings = measuring.Settings(
         k=ks,

@@ -16,8 +16,7 @@ from speccheck.errors import ExitCode
 from speccheck.packet import view
 from speccheck.packet.cohorts import matrix_view
 from speccheck.packet.compared import comparison_view, not_proved
-from speccheck.packet.evidence import RunEvidence
-from speccheck.packet.judged import (
+from speccheck.packet.decisions import (
     counter_lines,
     decision_mark,
     only_passes,
@@ -25,6 +24,7 @@ from speccheck.packet.judged import (
     route_line,
     stage_line,
 )
+from speccheck.packet.evidence import RunEvidence
 from speccheck.packet.outputs import replay_view
 from speccheck.packet.parts import STAGES, counted, listed
 from speccheck.packet.proof import fixture_view

@@ -1,6 +1,6 @@
 """Compatibility slices: whether each server feature survives speculation, request by request.
 
-`asked` makes the requests from the corpus, `checks` looks at both arms' answers, `judged` makes
+`asked` makes the requests from the corpus, `checks` looks at both arms' answers, `support` makes
 rows, measurements and evidence of them; here the three meet the store and the target.
 """
 
@@ -31,7 +31,16 @@ from speccheck.slices.asked import (
     sources,
 )
 from speccheck.slices.checks import Group, Item, Reply, check
-from speccheck.slices.judged import Row, Status, confirmed, evidence, measure, refused, row, summary
+from speccheck.slices.support import (
+    Row,
+    Status,
+    confirmed,
+    evidence,
+    measure,
+    refused,
+    row,
+    summary,
+)
 
 __all__ = [
     "Asked",

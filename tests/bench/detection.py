@@ -28,13 +28,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from broken_server import DRAFTERS, RIGHT, VERIFIERS
 from served_pair import served, small_pair, write_rollout
 
-from speccheck import battery, console, context, probe, sampled, stats
+from speccheck import battery, console, context, probe, stats
 from speccheck.battery import Battery, Sampled
 from speccheck.config import ProbeConfig
 from speccheck.engine.cache import KVCache
 from speccheck.engine.model import Model
 from speccheck.engine.settings import PAIR_DIR
 from speccheck.records import Arm, Verdict
+from speccheck.replay import distributions
 
 WRONG = ("W01", "W05", "W06", "W10", "W15", "W18", "W23", "W29")
 LEVEL = battery.ALPHA / len(battery.KINDS)
@@ -72,7 +73,7 @@ class Bench:
             write_rollout(path, urls, config, corpus={"paths": paths}, seed=5)
             with context.open_run(path, self.folder / name, console.Reporter(), fresh=False) as run:
                 prompts = run.prompts(run.rollout.routes[0])
-                found, why = sampled.draw(run, prompts, self.settings)
+                found, why = distributions.draw(run, prompts, self.settings)
                 assert not why, why
                 self.starts = asked_ids(run, prompts)
                 return found[Arm.SPECULATIVE], found[Arm.TARGET_ONLY]

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from speccheck import plan
-from speccheck.cells import FIXED, MIXED, SEQUENTIAL
 from speccheck.context import RunContext
 from speccheck.errors import UsageError
 from speccheck.records import CALIBRATION, SWEEP, Arm, PlannedRequest, Prompt, Receipt, Sampler
+from speccheck.sweep.cells import FIXED, MIXED, SEQUENTIAL
 
 LEAST_PER_TURN = 4
 """Requests that a turn has at least, whatever the concurrency."""

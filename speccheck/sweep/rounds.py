@@ -20,13 +20,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from speccheck import budget, calibration, cells, client, grid, launch, plan, store
-from speccheck.calibration import Calibration
-from speccheck.cells import MIXED, Cell, Limits, Load
+from speccheck import client, launch, plan, store
 from speccheck.context import RunContext
 from speccheck.drive import Endpoint, MonotonicClock, Written, drive
 from speccheck.errors import EngineError, UsageError
-from speccheck.grid import PlannedLoad, load_name
 from speccheck.health import ClientHealth, pooled_health
 from speccheck.records import (
     CALIBRATION,
@@ -40,6 +37,10 @@ from speccheck.records import (
     Verdict,
     to_json,
 )
+from speccheck.sweep import budget, calibration, cells, grid
+from speccheck.sweep.calibration import Calibration
+from speccheck.sweep.cells import MIXED, Cell, Limits, Load
+from speccheck.sweep.grid import PlannedLoad, load_name
 from speccheck.telemetry import Snapshot, scrape
 
 ROUND_MARK = "speccheck:sweep_round_seconds"

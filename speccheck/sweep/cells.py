@@ -30,9 +30,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from speccheck import speed, stats
-from speccheck.calibration import Calibration, interval_of_saved
 from speccheck.measure import ALPHA, by_prompt, is_error, pair_receipts, positive
 from speccheck.records import SWEEP, Arm, Estimate, Outcome, Receipt
+from speccheck.sweep.calibration import Calibration, interval_of_saved
 
 CellVerdict = Literal["pays", "does not pay", "open"]
 
@@ -162,7 +162,7 @@ def loads(
 ) -> tuple[Load, ...]:
     """Every load that has target-only receipts, in order of route, task and concurrency.
 
-    Rounds that do not count (`sweep.that_count`) have been left out before.
+    Rounds that do not count (`rounds.that_count`) have been left out before.
     `memory` has resident bytes of the servers as sampled during a load, by `arm_key`.
     """
     by_load: dict[tuple[str, str, int], list[Receipt]] = defaultdict(list)

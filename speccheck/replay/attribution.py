@@ -1,6 +1,6 @@
 """What replay finds beyond receipts: regression cases, and divergences attributed.
 
-The stage plans and drives, `graded` grades; here grades become cases (a prompt, every run of both
+The stage plans and drives, `grades` grades; here grades become cases (a prompt, every run of both
 arms, pass or fail), greedy outputs are compared token by token, and the target is asked about each
 first difference.
 """
@@ -18,14 +18,6 @@ from speccheck.client import open_session
 from speccheck.context import RunContext
 from speccheck.drive import Endpoint
 from speccheck.errors import EngineError
-from speccheck.graded import (
-    GREEDY_PHASES,
-    NEAR_PHASE,
-    Graded,
-    Temperature,
-    asked_structure,
-    looked,
-)
 from speccheck.guardrails import ALPHA_FAIL, QUALITY_MARGIN
 from speccheck.records import (
     Arm,
@@ -35,7 +27,15 @@ from speccheck.records import (
     Receipt,
     Stage,
 )
-from speccheck.sampled import Result
+from speccheck.replay.distributions import Result
+from speccheck.replay.grades import (
+    GREEDY_PHASES,
+    NEAR_PHASE,
+    Graded,
+    Temperature,
+    asked_structure,
+    looked,
+)
 
 NOISE_PROMPTS = 12
 """Prompts whose every position is decoded and scored for the noise floor: over 300 positions."""

@@ -16,18 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from speccheck import (
-    calibration,
-    decision,
-    eligibility,
-    launch,
-    matrix,
-    packet,
-    proposal,
-    revisit,
-    slices,
-    sweep,
-)
+from speccheck import decision, eligibility, launch, matrix, packet, proposal, revisit, slices
 from speccheck.config import PACKAGED, Guardrails, load_rollout
 from speccheck.context import (
     STORE_NAME,
@@ -36,7 +25,6 @@ from speccheck.context import (
     policy_path,
 )
 from speccheck.errors import ExitCode, StoreError, StoreHeldError, UsageError
-from speccheck.graded import in_figures
 from speccheck.grading.blind import PreferenceSummary, summarise
 from speccheck.quality import CaseStatus
 from speccheck.records import (
@@ -49,7 +37,9 @@ from speccheck.records import (
     Stage,
     to_json,
 )
+from speccheck.replay.grades import in_figures
 from speccheck.store import RecordedDecision, Run, StageResult, Store
+from speccheck.sweep import calibration, rounds
 
 
 @dataclass(frozen=True)
@@ -356,7 +346,7 @@ def workload(store: Store, run_id: str) -> matrix.Matrix:
     import numpy as np
 
     run = store.run(run_id)
-    receipts = sweep.that_count(store, run_id, store.receipts(run_id, warm_up=False))
+    receipts = rounds.that_count(store, run_id, store.receipts(run_id, warm_up=False))
     void = {}
     for stage in Stage:
         kept = store.get_stage(run_id, stage)

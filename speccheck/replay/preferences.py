@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from speccheck import graded, turns
+from speccheck import turns
 from speccheck.client import chat, open_session
 from speccheck.context import STORE_NAME, Reporter, RunContext, read_rollout
 from speccheck.errors import EngineError, StoreError, UsageError
 from speccheck.grading.blind import AnswerPair, draw
 from speccheck.grading.judge import judge_pair
 from speccheck.records import Arm, Outcome, Preference, Receipt, Stage
+from speccheck.replay import grades
 from speccheck.store import Store
 
 GIVE_UP_AFTER = 5
@@ -61,7 +62,7 @@ def answer_pairs(run: RunContext, route: str | None = None) -> list[AnswerPair]:
         UsageError: replay kept no answers.
     """
     first = [p for r in run.rollout.routes if route in (None, r.name) for p in run.prompts(r)]
-    prompts = {p.prompt_id: p for p in graded.same_question(run, first)}
+    prompts = {p.prompt_id: p for p in grades.same_question(run, first)}
     later = {turn.prompt.prompt_id for turn in turns.later_turns(first)}
     sides: dict[str, dict[str, Receipt]] = {}
     for receipt in run.store.receipts(
