@@ -15,6 +15,7 @@ from statsmodels.stats.proportion import proportion_confint
 
 from speccheck import stats
 from speccheck.records import Estimate
+from speccheck.stats import tails
 
 A = [40, 12, 55, 30, 8, 61, 25, 44, 19, 37]
 D = [64, 40, 72, 52, 32, 80, 48, 60, 44, 56]
@@ -26,6 +27,37 @@ def within(estimate: Estimate, truth: float) -> bool:
 
 
 # --- quantiles ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 7, 150, 4000])
+@pytest.mark.parametrize("p", [1e-6, 0.05, 0.5, 0.95])
+def test_binomial_tails_are_scipys(n, p):
+    """Both tails, their ends included."""
+    k = np.arange(-1, n + 1)
+    law = scipy_stats.binom(n, p)
+    assert tails.binomial_cdf(k, n, p) == pytest.approx(law.cdf(k), rel=1e-10, abs=1e-250)
+    assert tails.binomial_sf(k, n, p) == pytest.approx(law.sf(k), rel=1e-10, abs=1e-250)
+
+
+def test_the_other_tails_are_scipys():
+    """At levels from one half to one in 10^12, and from one degree of freedom to thousands."""
+    for p in (0.5, 0.2, 0.05, 1e-3, 1e-6, 1e-12):
+        assert tails.normal_isf(p) == pytest.approx(scipy_stats.norm.isf(p), rel=1e-12)
+        assert tails.normal_quantile(p) == pytest.approx(scipy_stats.norm.ppf(p), rel=1e-12)
+        for df in (1, 2, 5, 40, 3000):
+            t = scipy_stats.t.isf(p, df)
+            assert tails.student_isf(p, df) == pytest.approx(t, rel=1e-9, abs=1e-12)
+            chi2 = scipy_stats.chi2(df)
+            x = chi2.isf(p)
+            assert tails.chi2_isf(p, df) == pytest.approx(x, rel=1e-9)
+            assert tails.chi2_sf(x, df) == pytest.approx(p, rel=1e-9)
+            assert tails.chi2_cdf(x, df) == pytest.approx(chi2.cdf(x), rel=1e-12)
+            for apart in (1e-9, 0.3, 10.0, 400.0):
+                below = scipy_stats.ncx2.cdf(x, df, apart)
+                assert tails.noncentral_chi2_cdf(x, df, apart) == pytest.approx(below, abs=1e-12)
+    for z in (-3.0, 0.0, 1.5, 8.0, 30.0):
+        assert tails.normal_sf(z) == pytest.approx(scipy_stats.norm.sf(z), rel=1e-12)
+        assert tails.normal_pdf(z) == pytest.approx(scipy_stats.norm.pdf(z), rel=1e-12)
 
 
 def test_quantile_is_an_observed_value():

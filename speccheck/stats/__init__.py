@@ -18,7 +18,6 @@ from speccheck.stats.fixed import (
     block_log_ratio,
     bootstrap_quantile_ratios,
     certify_share_n,
-    chi2_sf,
     clopper_pearson,
     clustered_ratio,
     clustered_share,
@@ -95,6 +94,7 @@ from speccheck.stats.sequential import (
     rate_under,
     share_off,
 )
+from speccheck.stats.tails import chi2_sf
 
 __all__ = [
     "BURN_IN",

@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
-from scipy import stats as sp
+from scipy import special
 
 from speccheck.records import Estimate
+from speccheck.stats import tails
 
 Floats = npt.NDArray[np.float64]
 
@@ -83,10 +83,10 @@ def order_statistic_ranks(n: int, p: float, alpha: float) -> tuple[int | None, i
     None where no rank reaches the level. Distribution-free: the number of values below the quantile
     is Bin(n, p).
     """
-    below = sp.binom.cdf(np.arange(n + 1), n, p)
+    below = tails.binomial_cdf(np.arange(n + 1), n, p)
     # Lower: the largest l with P(Bin <= l-1) <= alpha; upper: the smallest u with P(Bin >= u) <= a.
     low = int(np.searchsorted(below, alpha, side="right"))
-    at_least = sp.binom.sf(np.arange(n + 1) - 1, n, p)
+    at_least = tails.binomial_sf(np.arange(n + 1) - 1, n, p)
     reaching = np.nonzero(at_least <= alpha)[0]
     reaching = reaching[reaching >= 1]
     high = int(reaching[0]) if reaching.size else None
@@ -163,7 +163,7 @@ class RatioDraws:
             return Estimate(math.exp(value), 0.0, math.inf, self.n, method, alpha)
         low, high = np.quantile(draws, (alpha, 1 - alpha))
         if alpha * draws.size < 10:
-            reach = float(sp.norm.isf(alpha)) * float(draws.std())
+            reach = tails.normal_isf(alpha) * float(draws.std())
             low, high = min(draws[0], value - reach), max(draws[-1], value + reach)
         return Estimate(
             math.exp(value), math.exp(float(low)), math.exp(float(high)), self.n, method, alpha
@@ -363,7 +363,7 @@ def geometric_mean_ratio(
         freedom.append(min(freedom))
     value = float(logs.mean())
     reach = max(
-        float(sp.t.isf(alpha, df)) * error if df else math.inf
+        float(tails.student_isf(alpha, df)) * error if df else math.inf
         for error, df in zip(errors, freedom, strict=True)
     )
     return Estimate(
@@ -408,7 +408,7 @@ def unpaired_mean_ratio(
         if size > 1:
             totals = np.bincount(clusters, shares)
             error = math.sqrt(size / (size - 1) * float(totals @ totals))
-            reach = float(sp.t.isf(alpha, size - 1)) * error
+            reach = float(tails.student_isf(alpha, size - 1)) * error
         return Estimate(
             math.exp(value), math.exp(value - reach), _exp(value + reach), n, method, alpha
         )
@@ -417,7 +417,7 @@ def unpaired_mean_ratio(
     if variance == 0:
         return Estimate(math.exp(value), math.exp(value), math.exp(value), n, method, alpha)
     df = variance**2 / sum(part**2 / (x.size - 1) for part, x in zip(parts, (t, s), strict=True))
-    reach = float(sp.t.isf(alpha, df)) * math.sqrt(variance)
+    reach = float(tails.student_isf(alpha, df)) * math.sqrt(variance)
     return Estimate(math.exp(value), math.exp(value - reach), _exp(value + reach), n, method, alpha)
 
 
@@ -448,7 +448,7 @@ def clustered_ratio(
         return Estimate(r, -math.inf, math.inf, n, method, alpha)
     residuals = A - r * D
     se = math.sqrt(n / (n - 1) * float(residuals @ residuals)) / float(D.sum())
-    reach = float(sp.t.isf(alpha, n - 1)) * se
+    reach = float(tails.student_isf(alpha, n - 1)) * se
     return Estimate(r, r - reach, r + reach, n, method, alpha)
 
 
@@ -534,7 +534,7 @@ def block_log_ratio(
     value = float(differences.mean())
     if n < 2:
         return Estimate(math.exp(value), 0.0, math.inf, n, method, alpha)
-    reach = float(sp.t.isf(alpha, n - 1)) * float(differences.std(ddof=1)) / math.sqrt(n)
+    reach = float(tails.student_isf(alpha, n - 1)) * float(differences.std(ddof=1)) / math.sqrt(n)
     return Estimate(math.exp(value), math.exp(value - reach), _exp(value + reach), n, method, alpha)
 
 
@@ -590,7 +590,7 @@ def homogeneity(first: npt.ArrayLike, second: npt.ArrayLike) -> tuple[float, flo
     expected = table.sum(axis=1, keepdims=True) * table.sum(axis=0) / table.sum()
     statistic = float(((table - expected) ** 2 / expected).sum())
     df = table.shape[1] - 1
-    return statistic, chi2_sf(statistic, df) if df else 1.0
+    return statistic, tails.chi2_sf(statistic, df) if df else 1.0
 
 
 # --- proportions --------------------------------------------------------------------------------
@@ -644,7 +644,7 @@ def mcnemar_exact(b: int, c: int) -> float:
     b: target passes and speculative fails; c: the reverse. It tests "any difference"; for
     non-inferiority use `tango`.
     """
-    return float(sp.binom.sf(b - 1, b + c, 0.5))
+    return float(tails.binomial_sf(b - 1, b + c, 0.5))
 
 
 def tango(b: int, c: int, n: int, *, alpha: float) -> Estimate:
@@ -659,7 +659,9 @@ def tango(b: int, c: int, n: int, *, alpha: float) -> Estimate:
 
 
 def _tango_limits(b: float, c: float, n: float, alpha: float) -> tuple[float, float]:
-    z = float(sp.norm.isf(alpha))
+    from scipy.optimize import brentq
+
+    z = tails.normal_isf(alpha)
 
     def score(d: float) -> float:
         A, B, C = 2 * n, -b - c + (2 * n - b + c) * d, -c * d * (1 - d)
@@ -674,7 +676,7 @@ def _tango_limits(b: float, c: float, n: float, alpha: float) -> tuple[float, fl
 
     def root(level: float, inner: float, outer: float) -> float:
         # The score falls from +inf at d=-1 to -inf at d=1; the limit lies between value and end.
-        return float(optimize.brentq(lambda d: max(min(score(d), 1e6), -1e6) - level, inner, outer))
+        return float(brentq(lambda d: max(min(score(d), 1e6), -1e6) - level, inner, outer))
 
     low = -1.0 if value <= -1 else root(z, -1.0, value)
     high = 1.0 if value >= 1 else root(-z, value, 1.0)
@@ -739,7 +741,7 @@ def compare_rates(
     if exposure <= 0 or control_exposure <= 0:
         return RateComparison(math.nan, math.nan)
     total = events + control_events
-    p = float(sp.binom.sf(events - 1, total, exposure / (exposure + control_exposure)))
+    p = float(tails.binomial_sf(events - 1, total, exposure / (exposure + control_exposure)))
     if control_events == 0:
         return RateComparison(math.inf if events else math.nan, p)
     return RateComparison(events / exposure / (control_events / control_exposure), p)
@@ -748,11 +750,6 @@ def compare_rates(
 def fisher_all_against_none(k: int) -> float:
     """One-sided Fisher p of k passes in k against 0 in k: 1/C(2k, k)."""
     return 1 / math.comb(2 * k, k)
-
-
-def chi2_sf(x: float, df: int) -> float:
-    """P(chi-square with df degrees of freedom > x)."""
-    return float(sp.chi2.sf(x, df))
 
 
 def same_mix(target: Sequence[int], speculative: Sequence[int]) -> tuple[float, int, float]:
@@ -772,7 +769,7 @@ def same_mix(target: Sequence[int], speculative: Sequence[int]) -> tuple[float, 
         return 0.0, 0, 1.0
     expected = sizes * table.sum(axis=0) / total
     statistic = float(((table - expected) ** 2 / expected).sum())
-    return statistic, df, chi2_sf(statistic, df)
+    return statistic, df, tails.chi2_sf(statistic, df)
 
 
 # --- several tests ------------------------------------------------------------------------------
@@ -812,8 +809,8 @@ def needed_for_interval(estimate: Estimate, limit: float, *, power: float = 0.8)
         return None
     if min(value, limit, bound) > 0:
         value, limit, bound = math.log(value), math.log(limit), math.log(bound)
-    z = float(sp.norm.isf(estimate.alpha))
-    growth = ((z + float(sp.norm.ppf(power))) / z * (bound - value) / (limit - value)) ** 2
+    z = tails.normal_isf(estimate.alpha)
+    growth = ((z + tails.normal_quantile(power)) / z * (bound - value) / (limit - value)) ** 2
     if estimate.n * growth > _MOST:
         return None
     return max(0, math.ceil(estimate.n * growth) - estimate.n)
@@ -847,10 +844,10 @@ def needed_clusters(
         return None
     if min(value, limit) > 0 and bound > 0:
         value, limit, bound = math.log(value), math.log(limit), math.log(bound)
-    spread = abs(bound - value) / float(sp.t.isf(estimate.alpha, clusters - 1))
+    spread = abs(bound - value) / float(tails.student_isf(estimate.alpha, clusters - 1))
     sizes = np.arange(clusters + 1, _MOST_CLUSTERS + 1)
     levels = np.array([alpha_at(int(size)) for size in sizes])
-    reach = sp.t.isf(levels, sizes - 1) + float(sp.norm.ppf(power))
+    reach = tails.student_isf(levels, sizes - 1) + tails.normal_quantile(power)
     enough = reach * spread * np.sqrt(clusters / sizes) <= abs(limit - value)
     return int(sizes[np.argmax(enough)]) - clusters if enough.any() else None
 
@@ -903,6 +900,6 @@ def quantile_ratio_n(
     """
     if true_ratio >= limit:
         raise ValueError(f"a true ratio of {true_ratio} never passes a limit of {limit}")
-    c = log_sd * math.sqrt(p * (1 - p)) / float(sp.norm.pdf(sp.norm.ppf(p)))
-    z = float(sp.norm.isf(alpha) + sp.norm.ppf(power))
+    c = log_sd * math.sqrt(p * (1 - p)) / tails.normal_pdf(tails.normal_quantile(p))
+    z = tails.normal_isf(alpha) + tails.normal_quantile(power)
     return math.ceil(2 * (c * z / (math.log(limit) - math.log(true_ratio))) ** 2)

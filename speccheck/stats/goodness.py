@@ -22,10 +22,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize
-from scipy import stats as sp
 
 from speccheck.records import Estimate
+from speccheck.stats import tails
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -98,7 +97,9 @@ def uniform_ks(u: Floats, *, alpha: float) -> Fit:
     n = u.size
     if n == 0:
         return no_fit("no tokens")
-    found = sp.kstest(u, "uniform")
+    from scipy.stats import kstest
+
+    found = kstest(u, "uniform")
     distance = float(found.statistic)
     reach = math.sqrt(math.log(2 / EFFECT_ALPHA) / (2 * n))
     effect = Estimate(
@@ -111,7 +112,7 @@ def uniform_ks(u: Floats, *, alpha: float) -> Fit:
     )
     # P(D_n > d) is about 2 exp(-2 n d^2); a shift of that size is passed half of the time.
     critical = math.sqrt(math.log(2 / alpha) / (2 * n))
-    seen = critical + float(sp.norm.ppf(POWER)) / (2 * math.sqrt(n))
+    seen = critical + tails.normal_quantile(POWER) / (2 * math.sqrt(n))
     return Fit(distance, float(found.pvalue), n, effect, seen)
 
 
@@ -142,7 +143,7 @@ def _chi_square(statistic: float, df: int, n: int, *, alpha: float) -> Fit:
         EFFECT_ALPHA,
     )
     seen = _half_root(noncentrality_for_power(df, alpha) / n)
-    return Fit(statistic, float(sp.chi2.sf(statistic, df)), n, effect, seen)
+    return Fit(statistic, tails.chi2_sf(statistic, df), n, effect, seen)
 
 
 def _half_root(distance: float) -> float:
@@ -151,21 +152,27 @@ def _half_root(distance: float) -> float:
 
 def _noncentrality(statistic: float, df: int, level: float) -> float:
     """The noncentrality at which a value as small as `statistic` has probability `level`."""
-    if sp.chi2.cdf(statistic, df) <= level:
+    from scipy.optimize import brentq
+
+    if tails.chi2_cdf(statistic, df) <= level:
         return 0.0
     high = statistic + 10 * math.sqrt(statistic + df) + 50
-    return float(
-        optimize.brentq(lambda x: float(sp.ncx2.cdf(statistic, df, x)) - level, 1e-9, high)
-    )
+    return float(brentq(lambda x: tails.noncentral_chi2_cdf(statistic, df, x) - level, 1e-9, high))
 
 
 def noncentrality_for_power(df: int, alpha: float, power: float = POWER) -> float:
     """Noncentrality at which a chi-square of level alpha is passed with this power (STATS 1.6)."""
-    critical = float(sp.chi2.isf(alpha, df))
+    from scipy.optimize import brentq
+
+    critical = tails.chi2_isf(alpha, df)
+
+    def missed(noncentrality: float) -> float:
+        return tails.noncentral_chi2_cdf(critical, df, noncentrality)
+
     high = 10.0
-    while float(sp.ncx2.sf(critical, df, high)) < power:
+    while missed(high) > 1 - power:
         high *= 2
-    return float(optimize.brentq(lambda x: float(sp.ncx2.sf(critical, df, x)) - power, 1e-9, high))
+    return float(brentq(lambda x: missed(x) - (1 - power), 1e-9, high))
 
 
 # --- T2: how often which rank -------------------------------------------------------------------
@@ -213,7 +220,7 @@ def rank_categories(rows: Floats, seen: Ints, *, alpha: float) -> Fit:
     effect, where = _largest(difference / n, errors / n, n, "largest difference of a rank bin")
     names = [_rank_name(edges[group[0]], edges[group[-1] + 1], width) for group in groups]
     seen_effect = math.sqrt(noncentrality_for_power(df, alpha)) * float(np.median(errors)) / n
-    return Fit(statistic, float(sp.chi2.sf(statistic, df)), n, effect, seen_effect, names[where])
+    return Fit(statistic, tails.chi2_sf(statistic, df), n, effect, seen_effect, names[where])
 
 
 def _variance(share: Floats) -> float:
@@ -228,7 +235,7 @@ def _rank_name(first: int, end: int, width: int) -> str:
 
 def _largest(differences: Floats, errors: Floats, n: int, what: str) -> tuple[Estimate, int]:
     """The largest of several absolute differences, with limits that hold for all at once."""
-    z = float(sp.norm.isf(EFFECT_ALPHA / len(differences)))
+    z = tails.normal_isf(EFFECT_ALPHA / len(differences))
     sizes = np.abs(differences)
     where = int(np.argmax(sizes))
     value = float(sizes[where])
@@ -274,11 +281,11 @@ def calibration(
         return no_fit("nothing to tell tokens apart by", n)
     skew = float((rows * centred**3).sum()) / error**3 if error > 0 else math.inf
     if abs(skew) <= MOST_SKEW:
-        p_value = float(2 * sp.norm.sf(abs(total) / error))
+        p_value = float(2 * tails.normal_sf(abs(total) / error))
     else:
         p_value = min(1.0, 2 * _chernoff(centred, rows, total))
     size = abs(total) / n
-    z = float(sp.norm.isf(effect_alpha))
+    z = tails.normal_isf(effect_alpha)
     effect = Estimate(
         size,
         max(0.0, size - z * error / n - span * _rare(n) / 3),
@@ -287,7 +294,7 @@ def calibration(
         "mean of h - E h",
         effect_alpha,
     )
-    seen_z = float(sp.norm.isf(alpha / 2) + sp.norm.ppf(POWER))
+    seen_z = tails.normal_isf(alpha / 2) + tails.normal_quantile(POWER)
     statistic = total / error if error > 0 else math.copysign(math.inf, total) if total else 0.0
     return Fit(statistic, p_value, n, effect, max(seen_z * error / n, span * _rare(n)))
 
@@ -297,6 +304,8 @@ def _chernoff(centred: Floats, rows: Floats, total: float) -> float:
 
     Exact in the moment generating function of every position, so it holds for any sample size.
     """
+    from scipy.optimize import minimize_scalar
+
     side = math.copysign(1.0, total)
     live = (rows * centred**2).sum(axis=1) > 0
     if not live.any():
@@ -311,7 +320,7 @@ def _chernoff(centred: Floats, rows: Floats, total: float) -> float:
         log_mgf = top + np.log((weights * np.exp(grown - top[:, None])).sum(axis=1))
         return float(log_mgf.sum()) - t * abs(total)
 
-    found = optimize.minimize_scalar(exponent, bounds=(0.0, 700.0 / span), method="bounded")
+    found = minimize_scalar(exponent, bounds=(0.0, 700.0 / span), method="bounded")
     return math.exp(min(0.0, float(found.fun)))
 
 
@@ -361,10 +370,12 @@ def token_ids(
         return no_fit("no token id is drawn often enough", n)
     difference, errors = (observed - expected)[chosen], np.sqrt(variance[chosen])
     z = difference / errors
-    p_value = min(1.0, chosen.size * 2 * float(sp.norm.sf(np.abs(z).max())))
+    p_value = min(1.0, chosen.size * 2 * float(tails.normal_sf(np.abs(z).max())))
     effect, where = _largest(difference / n, errors / n, n, "largest difference of a token id")
     level = alpha / chosen.size
-    seen = float(sp.norm.isf(level / 2) + sp.norm.ppf(POWER)) * float(np.median(errors)) / n
+    seen = (
+        (tails.normal_isf(level / 2) + tails.normal_quantile(POWER)) * float(np.median(errors)) / n
+    )
     name = f"id {names[chosen[where]]}"
     return Fit(float(z[np.abs(z).argmax()]), p_value, n, effect, seen, name)
 
@@ -482,7 +493,7 @@ def two_samples(
     # For equal samples the statistic is their number times D, plus what chance adds.
     spread = float(drawn.std()) / weight
     excess = (observed - float(drawn.mean())) / weight
-    z = float(sp.norm.isf(EFFECT_ALPHA))
+    z = tails.normal_isf(EFFECT_ALPHA)
     effect = Estimate(
         math.sqrt(max(0.0, excess) / 2),
         max(0.0, excess - z * spread) / 2,
@@ -491,7 +502,7 @@ def two_samples(
         method,
         EFFECT_ALPHA,
     )
-    seen = math.sqrt(float(sp.norm.isf(alpha) + sp.norm.ppf(POWER)) * spread / 2)
+    seen = math.sqrt((tails.normal_isf(alpha) + tails.normal_quantile(POWER)) * spread / 2)
     return Fit(observed / float(drawn.mean()), p_value, n, effect, seen)
 
 

@@ -23,7 +23,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-from scipy import optimize, special
+from scipy import special
 
 from speccheck.records import Estimate
 from speccheck.stats.fixed import Floats, unknown
@@ -162,6 +162,8 @@ def failure_run(length: int, start: int, limit: float) -> float:
 
 def rate_sequence(k: int, n: int, *, alpha: float) -> Estimate:
     """Rate k/n with anytime limits: those that `rate_over` and `rate_under` do not rule out."""
+    from scipy.optimize import brentq
+
     method = "beta-binomial e-process"
     if n <= 0:
         return unknown(method, n=0, alpha=alpha)
@@ -172,7 +174,7 @@ def rate_sequence(k: int, n: int, *, alpha: float) -> Estimate:
         def gap(log_limit: float) -> float:
             return float(np.clip(evidence(k, n, math.exp(log_limit)), -1e6, 1e6)) - enough
 
-        return math.exp(optimize.brentq(gap, math.log(inner), math.log(outer), xtol=1e-7))
+        return math.exp(brentq(gap, math.log(inner), math.log(outer), xtol=1e-7))
 
     # The prior moves with the limit, so one event alone rules out no limit, however small.
     least, most = 1e-9, 1 - 1e-9
