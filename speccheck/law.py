@@ -236,8 +236,8 @@ class Control(Decoding):
 
 Cells = Mapping[Site, tuple[Any, Any]]
 """What is known of the uniforms used so far: each lies in [low, high)."""
-Edges = Sequence[tuple[Any, Any, Any]]
-"""A partition of [0, 1): (outcome, low, high)."""
+Edges = Sequence[tuple[Any, Any, Any, Any]]
+"""A partition of [0, 1) without empty parts: (outcome, low, high, high - low)."""
 
 
 def _split(cells: Cells, site: Site, edges: Edges) -> Iterator[tuple[Any, Any, Cells]]:
@@ -247,25 +247,37 @@ def _split(cells: Cells, site: Site, edges: Edges) -> Iterator[tuple[Any, Any, C
     a verifier that uses one twice exact too.
     """
     if site not in cells:
-        for outcome, low, high in edges:
-            if low < high:
-                yield outcome, high - low, {**cells, site: (low, high)}
+        for outcome, low, high, mass in edges:
+            yield outcome, mass, {**cells, site: (low, high)}
         return
     a, b = cells[site]
-    for outcome, low, high in edges:
+    for outcome, low, high, _ in edges:
         lo, hi = max(a, low), min(b, high)
         if lo < hi:
             yield outcome, (hi - lo) / (b - a + Fraction(0)), {**cells, site: (lo, hi)}
 
 
 def _cdf(row: Row) -> Edges:
-    edges: list[tuple[Any, Any, Any]] = []
+    edges: list[tuple[Any, Any, Any, Any]] = []
     low: Any = Fraction(0)
     for token, mass in enumerate(row):
         if mass:
-            edges.append((token, low, low + mass))
-            low = low + mass
+            high = low + mass
+            edges.append((token, low, high, mass))
+            low = high
     return edges
+
+
+def _test(low: Any, high: Any) -> Edges:
+    """What a uniform decides that passes a test from `low` to `high`."""
+    zero, one = Fraction(0), Fraction(1)
+    parts = ((False, zero, low), (True, low, high), (False, high, one))
+    return [(passed, a, b, b - a) for passed, a, b in parts if a < b]
+
+
+def _add(law: dict[Any, Any], key: Any, mass: Any) -> None:
+    """Add to a sum of exact numbers; starting it at 0 would cost one more sum of fractions."""
+    law[key] = law[key] + mass if key in law else mass
 
 
 def _drafts(
@@ -328,27 +340,26 @@ def _tail_laws(decoding: Decoding, step: Step, tau: int) -> list[tuple[Site, Row
 def round_law(decoding: Decoding, state: State) -> Round:
     """Round(c, k): the exact law of one round from `state`. Its values sum to 1."""
     verifier, k = decoding.verifier, decoding.length(state)
-    zero, one = Fraction(0), Fraction(1)
-    law: Round = defaultdict(int)
-    for drafted, p_draft, drawn in _drafts(decoding, state, (), one, {}):
+    law: Round = {}
+    for drafted, p_draft, drawn in _drafts(decoding, state, (), Fraction(1), {}):
         step = decoding.step(state, drafted)
-        windows: list[tuple[Site, Edges]] = [
-            (site, [(False, zero, low), (True, low, high), (False, high, one)])
+        windows = [
+            (site, _test(low, high))
             for site, low, high in zip(verifier.test_sites(k), *verifier.window(step), strict=True)
         ]
         tails: dict[int, list[tuple[Site, Edges]]] = {}
-        ways: dict[tuple[int, tuple[tuple[Site, Any], ...]], Any] = defaultdict(int)
+        ways: dict[tuple[int, tuple[tuple[Site, Any], ...]], Any] = {}
         for passed, p_tests, tested in _tests(verifier, windows, [], p_draft, drawn):
             tau = verifier.accepted(passed)
             if tau not in tails:
                 tails[tau] = [(u, _cdf(row)) for u, row in _tail_laws(decoding, step, tau)]
             known = tuple((site, tested[site]) for site, _ in tails[tau] if site in tested)
-            ways[tau, known] += p_tests
+            _add(ways, (tau, known), p_tests)
         for (tau, known), p_tau in ways.items():
             for tail, p_tail in _tails(tails[tau], (), p_tau, dict(known)):
                 tokens, after = decoding.commit(state, drafted, tau, tail)
-                law[tokens, tau, after] += p_tail
-    return dict(law)
+                _add(law, (tokens, tau, after), p_tail)
+    return law
 
 
 @dataclass(frozen=True)
@@ -383,23 +394,23 @@ def exact_law(decoding: Decoding) -> ExactLaw:
     rounds: dict[State, Round] = {}
     stuck: dict[State, Any] = {}
     layers: list[dict[tuple[tuple[int, ...], State], Any]] = [
-        defaultdict(int) for _ in range(decoding.table.horizon + 1)
+        {} for _ in range(decoding.table.horizon + 1)
     ]
     layers[0][(), decoding.start()] = Fraction(1)
     passes = drafted = accepted = 0
     starts: dict[int, list[Any]] = defaultdict(lambda: [0, 0])
     for layer in layers[:-1]:
-        visits: dict[State, Any] = defaultdict(int)
+        visits: dict[State, Any] = {}
         for (prefix, state), mass in layer.items():
             if state not in rounds:
                 rounds[state] = law = round_law(decoding, state)
                 stuck[state] = sum(w for (tokens, _, _), w in law.items() if not tokens)
-            n_visits = mass / (1 - stuck[state])
-            visits[state] += n_visits
+            n_visits = mass / (1 - stuck[state]) if stuck[state] else mass
+            _add(visits, state, n_visits)
             for (tokens, _, after), w in rounds[state].items():
                 if tokens:
                     longer = (*prefix, *tokens)
-                    layers[len(longer)][longer, after] += n_visits * w
+                    _add(layers[len(longer)], (longer, after), n_visits * w)
         for state, mass in visits.items():
             k = decoding.length(state)
             taus = _tau_law(rounds[state], k)
@@ -409,12 +420,12 @@ def exact_law(decoding: Decoding) -> ExactLaw:
             if k:
                 starts[state.n + 1][0] += mass
                 starts[state.n + 1][1] += mass * (1 - taus[0])
-    sequences: dict[tuple[int, ...], Any] = defaultdict(int)
+    sequences: dict[tuple[int, ...], Any] = {}
     for (sequence, _), mass in layers[-1].items():
-        sequences[sequence] += mass
+        _add(sequences, sequence, mass)
     first = decoding.start()
     return ExactLaw(
-        sequences=dict(sequences),
+        sequences=sequences,
         passes=passes,
         passes_law=_passes_law(rounds, first, decoding.table.horizon),
         drafted=drafted,
@@ -438,12 +449,12 @@ def _passes_law(rounds: Mapping[State, Round], start: State, horizon: int) -> di
     n_passes = 0
     while now:
         n_passes += 1
-        following: dict[State, Any] = defaultdict(int)
+        following: dict[State, Any] = {}
         for state, mass in now.items():
             for (tokens, _, after), w in rounds[state].items():
                 if not tokens:
                     return {}
-                following[after] += mass * w
+                _add(following, after, mass * w)
         done = sum(mass for state, mass in following.items() if state.n >= horizon)
         if done:
             law[n_passes] = done
