@@ -330,6 +330,8 @@ def count_prompt_tokens(
     Raises:
         EngineError: the model folder has no readable tokenizer.
     """
+    if not chats:
+        return {}
     if rollout.engine == "attached":
         attached = rollout.attached
         if attached is None:

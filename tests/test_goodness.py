@@ -36,6 +36,19 @@ def test_pit_of_the_notes():
     np.testing.assert_allclose(g.pit(rows, seen, np.array([0.4, 0.5])), [0.62, 0.975])
 
 
+@pytest.mark.parametrize("n", [1, 5, 60, 700])
+def test_the_kolmogorov_distance_and_its_p_value_are_scipys(n):
+    """To five digits where the p-value says something, and never below it."""
+    rng = np.random.default_rng(n)
+    for power in (1.0, 1.15, 1.6):
+        u = rng.random(n) ** power
+        ours, theirs = g.uniform_ks(u, alpha=ALPHA), sp.kstest(u, "uniform")
+        assert ours.statistic == pytest.approx(theirs.statistic, rel=1e-12)
+        assert theirs.pvalue * (1 - 1e-4) <= ours.p_value <= 1
+        if theirs.pvalue < 0.05:
+            assert ours.p_value == pytest.approx(theirs.pvalue, rel=1e-4)
+
+
 def test_rank_categories_of_one_row_are_pearsons_chi_square():
     """Where all rows are alike the covariance is the multinomial one."""
     rows, seen = rows_of((0.5, 0.3, 0.2), (60, 25, 15))

@@ -73,3 +73,8 @@ def chi2_isf(p: float, df: int) -> float:
 def noncentral_chi2_cdf(x: float, df: int, noncentrality: float) -> float:
     """P(noncentral chi-square with df degrees of freedom <= x)."""
     return float(special.chndtr(x, df, noncentrality))
+
+
+def smirnov_sf(distance: float, n: int) -> float:
+    """P(D+ > distance): how far n uniform values fall behind their law on one side."""
+    return float(special.smirnov(n, distance))
