@@ -836,6 +836,18 @@ def test_a_head_that_is_too_long_is_refused(tmp_path, head):
         assert running.target.seen == []
 
 
+@pytest.mark.parametrize("part", [b"0\r\n" + b"x: y\r\n" * 100, b"0\r\nx: ", b"1;x="])
+def test_a_body_whose_end_is_too_long_is_refused(tmp_path, part):
+    """Trailers and extensions are heads too: nothing of a request grows without bound."""
+    begin = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    more = (b"x: y\r\n" if part.endswith(b"\n") else b"yyyyyy") * 200_000  # some reads long
+    with gateway(tmp_path, limits={"max_header_bytes": 4000}) as running:
+        reply = raw_call(running, begin + b"1\r\nx\r\n" + part + more)
+        # Closed while the client writes, so that it may not come to read why.
+        assert reply == b"" or reply.startswith(b"HTTP/1.1 431 ")
+        assert running.target.seen == []
+
+
 @pytest.mark.parametrize("begun", [b"", b"POST / HT", b"POST / HTTP/1.1\r\nhost: x\r\n"])
 def test_a_head_that_does_not_come_ends_the_connection(tmp_path, begun):
     """A client that sends nothing, or never an end, holds no connection."""

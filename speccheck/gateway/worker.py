@@ -34,7 +34,7 @@ GRACE_S = 10
 
 
 class Protocol(HttpToolsProtocol):
-    """uvicorn's, with an end to heads that are too long or do not end.
+    """uvicorn's, with an end to heads and trailers that are too long or do not end.
 
     uvicorn has no limit of its own here: a client that sends one header for ever, or nothing at
     all, would hold memory or a connection for as long as it likes.
@@ -46,7 +46,7 @@ class Protocol(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """A client came: its first head is awaited."""
         super().connection_made(transport)
-        self._head_bytes = 0
+        self._since_body = 0
         self._in_head = True
         self._deadline: asyncio.TimerHandle | None = None
         self._await_head()
@@ -57,30 +57,39 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes; counted while they are a head."""
-        if self._in_head:
-            self._head_bytes += len(data)
+        """Bytes; counted as long as they are no body."""
+        self._since_body += len(data)
         super().data_received(data)
         # One read may hold the end of a head and much of a body: judged only if no end came.
-        if self._in_head and self._head_bytes > self.max_head:
+        if self._since_body > self.max_head:
             self._refuse_head()
 
     def on_message_begin(self) -> None:
         """A head begins; on a kept connection, long after the one before."""
         super().on_message_begin()
         if not self._in_head:
-            self._in_head, self._head_bytes = True, 0
+            self._in_head = True
             self._await_head()
 
     def on_headers_complete(self) -> None:
         """The head is there."""
-        self._in_head = False
+        self._in_head, self._since_body = False, 0
         self._head_came()
         size = sum(len(name) + len(value) + 4 for name, value in self.headers) + len(self.url)
         if size > self.max_head:
             self._refuse_head()
             return
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body: what comes between two of them is a head of its own."""
+        self._since_body = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """The request is there."""
+        self._since_body = 0
+        super().on_message_complete()
 
     def _await_head(self) -> None:
         self._deadline = self.loop.call_later(self.head_s, self._too_late)
