@@ -69,9 +69,9 @@ def test_a_stop_string_is_found_wherever_the_pieces_end(pieces, stops, include):
         assert not any(stop in whole for stop in stops)
         assert out + matcher.flush() == whole
     else:
-        at = min(i for stop in stops if (i := fed.find(stop)) >= 0)
-        assert fed[at:].startswith(hit)
-        assert out == fed[: at + (len(hit) if include else 0)]
+        end = next(n for n in range(len(fed) + 1) if fed[:n].endswith(tuple(stops)))
+        assert hit == next(stop for stop in stops if fed[:end].endswith(stop))
+        assert out == fed[: end if include else end - len(hit)]
         earlier = fed[: len(fed) - len(piece)]
         assert not any(stop in earlier for stop in stops)
 

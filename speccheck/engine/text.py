@@ -191,7 +191,11 @@ class Detokenizer:
 
 
 class StopMatcher:
-    """Finds the first stop string in text that comes in pieces; holds back what may become one."""
+    """Finds the stop string that is complete first, in text that comes in pieces.
+
+    Of two that are complete at once the first in the list counts (vLLM, v1/engine/detokenizer.py).
+    What may become one is held back.
+    """
 
     def __init__(self, stop: Sequence[str]) -> None:
         """`stop`: non-empty strings."""
@@ -206,7 +210,7 @@ class StopMatcher:
         text = self._held + piece
         found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
         if found:
-            at, stop = min(found, key=lambda hit: (hit[0], -len(hit[1])))
+            at, stop = min(found, key=lambda hit: hit[0] + len(hit[1]))
             self._held = ""
             return text[: at + len(stop) if include_stop else at], stop
         keep = max((_overlap(text, stop) for stop in self._stop), default=0)
