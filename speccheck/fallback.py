@@ -645,10 +645,14 @@ class _Server:
         self.failing_ns, self.failures, self.why = None, 0, ""
 
     def is_clear(self, most_queued: int | None) -> bool:
-        """Whether it answers, its tokens flow and its queue is down to half of the limit."""
+        """Whether it answers, its tokens flow and its queue is down to half of the limit.
+
+        One that never answered has no /metrics, and nothing is known against it.
+        """
+        answers = self.failing_ns is None or self.answered_ns is None
         waiting = None if self.last is None else self.last.total(telemetry.WAITING)
         short = waiting is None or most_queued is None or waiting <= most_queued // 2
-        return self.failing_ns is None and not self.stalls and short
+        return answers and not self.stalls and short
 
 
 # --- the machine --------------------------------------------------------------------------------

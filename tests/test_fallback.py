@@ -446,6 +446,18 @@ def test_a_server_that_is_not_well_is_waited_for():
     assert [(m.rule, m.at_ns // S) for m in moved] == [("max_queued", 11), ("cool_down", 120)]
 
 
+def test_a_server_that_never_had_metrics_is_not_waited_for():
+    """Its receipts say whether it is well; its page says nothing, before and after."""
+    machine = Machine(settings(cool_down_s=60), "chat")
+    assert run_scrapes(machine, lambda _: "/metrics: HTTP 404", flowing, 5) == []
+    (fell,) = feed(machine, [served(i, 6 * S + i, **DEAD) for i in range(10)])
+    moved = []
+    for second in range(10, 120):
+        one = both(machine, second, "/metrics: HTTP 404", flowing(second))
+        moved += [one] if one else []
+    assert [(m.rule, m.at_ns) for m in moved] == [("cool_down", fell.at_ns + 60 * S)]
+
+
 def test_a_probation_that_goes_well_ends_in_enabled():
     """The rule that failed must be shown within its limit, on new evidence."""
     machine = on_probation(probation_requests=60)
