@@ -53,9 +53,11 @@ def _sglang(info: Any) -> Counts | None:
         return None
     known = {
         "num_spec_steps": info["spec_verify_ct"],
-        "num_draft_tokens": _first(info, "spec_num_proposed_drafts", "spec_draft_token_num"),
+        "num_draft_tokens": _first(
+            info, "spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num"
+        ),
         "num_accepted_draft_tokens": _first(
-            info, "spec_num_correct_drafts", "spec_accept_token_num"
+            info, "spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num"
         ),
     }
     if None in known.values():

@@ -47,6 +47,9 @@ SGLANG_OLD = {
         "spec_accept_rate": 0.75,
     }
 }
+SGLANG_BETWEEN = {
+    "meta_info": {"spec_verify_ct": 6, "spec_accepted_drafts": 9, "spec_proposed_drafts": 12}
+}
 
 
 def streamed(extra: dict, text: str = "a b c") -> Script:
@@ -62,8 +65,9 @@ def streamed(extra: dict, text: str = "a b c") -> Script:
         (LLAMA_CPP, SpecCounts(None, 12, 9, None)),
         (SGLANG, SpecCounts(6, 12, 9, (1, 1, 4))),
         (SGLANG_OLD, SpecCounts(6, 12, 9, None)),
+        (SGLANG_BETWEEN, SpecCounts(6, 12, 9, None)),
     ],
-    ids=["llama.cpp", "sglang", "sglang, older"],
+    ids=["llama.cpp", "sglang", "sglang, older", "sglang, in between"],
 )
 async def test_counts_of_other_servers(said, counts):
     """Drafted and accepted tokens, and verify steps where they are told; no warning."""
