@@ -411,6 +411,43 @@ async def test_mirrors_are_counted_from_the_moment_they_are_made(tmp_path):
         await asyncio.gather(*app._mirrors, return_exceptions=True)
 
 
+def test_hop_by_hop_headers_of_a_server_stop_here_too(tmp_path):
+    """Connection, and what it names."""
+
+    def script(_body, _n):
+        made = answer([[7]])
+        made.headers |= {"Connection": "x-hop", "X-Hop": "1", "X-Other": "2"}
+        return made
+
+    with gateway(tmp_path, script, script) as running:
+        for path in ("/v1/chat/completions", "/v1/other"):
+            headers = call(running, STREAM, path)[1]
+            assert headers["x-other"] == "2"
+            assert "x-hop" not in headers
+
+
+def test_an_answer_that_the_gateway_ends_is_not_its_clients_doing(tmp_path):
+    """The receipt of a gateway that is stopped says so."""
+    with gateway(tmp_path, speculative=lambda _b, _n: steps_then([60.0])) as running:
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=WAIT_S)
+        connection.request("POST", "/v1/chat/completions", json.dumps(STREAM))
+        assert connection.getresponse().status == 200
+    connection.close()
+    (one,) = running.kept.wait(1)
+    assert (one.outcome, one.error_class) == ("cancelled", "gateway_stopped")
+
+
+def test_a_switch_that_cannot_be_thrown_says_so(tmp_path):
+    """The admin is told, and the route goes on as it was."""
+    with gateway(tmp_path, admin_token_env="X") as running:
+        running.off.rmdir()
+        headers = {"Authorization": "Bearer admin-token"}
+        path = "/speccheck/routes/chat/disable"
+        status, _, raw = call(running, path=path, method="POST", headers=headers)
+        assert status == 500
+        assert "disable has no effect" in json.loads(raw)["error"]["message"]
+
+
 # --- receipts -----------------------------------------------------------------------------------
 
 NAMES = (

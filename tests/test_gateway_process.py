@@ -365,10 +365,13 @@ def test_the_gateway_end_to_end(tmp_path):
         process.send_signal(signal.SIGHUP)
         eventually(lambda: "read again" in (tmp_path / "err").read_text())
         assert ask("target_only") == truth
-        policy.write_text("rules: [", encoding="utf-8")
-        process.send_signal(signal.SIGHUP)
-        eventually(lambda: "stays as it was" in (tmp_path / "err").read_text())
-        assert ask("target_only") == truth
+        long = [{"name": f"r{n}", "use": "speculate", "reason": "x" * 20_000} for n in range(60)]
+        wrong = ("rules: [", "rules: " + "[" * 5000, json.dumps({"rules": long}))
+        for n, text in enumerate(wrong, 1):
+            policy.write_text(text, encoding="utf-8")
+            process.send_signal(signal.SIGHUP)
+            eventually(lambda n=n: (tmp_path / "err").read_text().count("stays as it was") == n)
+            assert ask("target_only") == truth
         policy.write_text(json.dumps({"rules": [{"name": "all", "use": "speculate"}]}))
         process.send_signal(signal.SIGHUP)
         eventually(lambda: (tmp_path / "err").read_text().count("read again") == 2)

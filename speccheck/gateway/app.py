@@ -25,6 +25,7 @@ from speccheck.gateway.choose import Decided, choose, off_file, position, sticky
 from speccheck.gateway.gate import Gate, Header
 from speccheck.gateway.meters import CONTENT_TYPE, exposition
 from speccheck.gateway.relay import (
+    CLIENT_GONE,
     Receive,
     Relay,
     Send,
@@ -265,10 +266,14 @@ class App:
                 pass
             case ("POST", ["routes", name, "disable" | "enable" as wanted]) if name in gate.routes:
                 file = off_file(gate.off_folder, name)
-                if wanted == "disable":
-                    file.touch()
-                else:
-                    file.unlink(missing_ok=True)
+                try:
+                    if wanted == "disable":
+                        file.touch()
+                    else:
+                        file.unlink(missing_ok=True)
+                except OSError as error:
+                    await _refuse(send, 500, f"{wanted} has no effect: {error.strerror}")
+                    return
             case _:
                 await _refuse(send, 404, "there is GET routes, POST routes/NAME/disable|enable")
                 return
@@ -319,7 +324,7 @@ async def _unless_gone(
             pass
         if not is_over() and task is not None:
             is_gone = True
-            task.cancel()
+            task.cancel(CLIENT_GONE)
 
     watcher = asyncio.create_task(watch())
     try:

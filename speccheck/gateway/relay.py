@@ -13,7 +13,7 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -62,6 +62,8 @@ Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 OnEvent = Callable[[bytes, dict[str, Any] | None], Awaitable[None]]
 """One whole event as it came, and its JSON; None for comments and [DONE]."""
 
+CLIENT_GONE = "the client went away"
+"""Why a request is cancelled, where it is not the gateway that ends."""
 DONE = b"data: [DONE]\n\n"
 _MAX_ANSWER = 64 << 20  # bytes of an answer that is not streamed
 _MAX_REFUSAL = 1 << 20
@@ -153,12 +155,7 @@ def stripped(asked: Asked, raw: bytes, value: Mapping[str, Any]) -> bytes:
 def upstream_headers(headers: Sequence[Header], api_key: str | None) -> list[tuple[str, str]]:
     """A client's headers as they go on: without those of the connection, and our own."""
     named = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
-    dropped = {
-        token.strip().lower()
-        for name, value in named
-        if name == "connection"
-        for token in value.split(",")
-    } | _HOP_BY_HOP
+    dropped = _hops(value for name, value in named if name == "connection")
     kept = [
         (name, value)
         for name, value in named
@@ -169,6 +166,13 @@ def upstream_headers(headers: Sequence[Header], api_key: str | None) -> list[tup
     return kept
 
 
+def _hops(connection: Iterable[str]) -> frozenset[str]:
+    """Names of headers that concern one connection, those included that it names itself."""
+    return _HOP_BY_HOP.union(
+        one.strip().lower() for value in connection for one in value.split(",")
+    )
+
+
 def client_headers(
     response: aiohttp.ClientResponse, url: str, *, keep_encoding: bool
 ) -> list[Header]:
@@ -177,7 +181,9 @@ def client_headers(
     A redirect to the server itself becomes one to the same path here: to follow its own words, a
     client would go round the gateway.
     """
-    dropped = _HOP_BY_HOP if keep_encoding else {*_HOP_BY_HOP, "content-encoding"}
+    dropped = _hops(response.headers.getall("connection", ()))
+    if not keep_encoding:
+        dropped |= {"content-encoding"}
     server = api_url(url, "").encode()
     kept = []
     for raw_name, value in response.raw_headers:
@@ -457,8 +463,12 @@ class Relay:
         self._arm = self.decided.arm
         try:
             await self._in_time()
-        except asyncio.CancelledError:
-            self._failure = ArmFailedError(Outcome.CANCELLED, "client_gone", "the client went away")
+        except asyncio.CancelledError as why:
+            self._failure = (
+                ArmFailedError(Outcome.CANCELLED, "client_gone", CLIENT_GONE)
+                if CLIENT_GONE in why.args
+                else ArmFailedError(Outcome.CANCELLED, "gateway_stopped", "the gateway was stopped")
+            )
             raise
         finally:
             self._leave_receipt()

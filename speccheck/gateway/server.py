@@ -200,7 +200,12 @@ class Parent:
         try:
             rollout, _, corpus = context.read_rollout(self.path)
             policy = context.read_policy(self.path, rollout, corpus)
-        except SpeccheckError as error:
+        except (
+            SpeccheckError,
+            ValueError,
+            TypeError,
+            RecursionError,
+        ) as error:  # YAML has them all
             self.say(f"the policy stays as it was: {error}")
             return
         if [r.name for r in rollout.routes] != [r.name for r in self.rollout.routes]:
@@ -208,9 +213,15 @@ class Parent:
             return
         shares = {"share": rollout.gateway.share, "shares": rollout.gateway.shares}
         gateway = self.rollout.gateway.model_copy(update=shares)
+        before = self.rollout, self.policy
         self.rollout = self.rollout.model_copy(update={"gateway": gateway})
         self.policy = policy
-        self.publish()
+        try:
+            self.publish()
+        except ValueError as error:  # too long
+            self.rollout, self.policy = before
+            self.say(f"the policy stays as it was: {error}")
+            return
         self.say("policy and shares were read again")
 
     # -- workers ----------------------------------------------------------------------------------
