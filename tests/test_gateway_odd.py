@@ -35,6 +35,7 @@ from test_gateway_relay import (
     TEXT,
     call,
     events_of,
+    long_stream,
     said,
     steps_then,
 )
@@ -448,6 +449,44 @@ def test_a_switch_that_cannot_be_thrown_says_so(tmp_path):
         assert "disable has no effect" in json.loads(raw)["error"]["message"]
 
 
+def test_a_client_that_takes_nothing_is_no_failure_of_the_arm(tmp_path):
+    """Its time is up, and the guard of the route has nothing to do with it."""
+    with (
+        gateway(
+            tmp_path, speculative=lambda _b, _n: long_stream(300), timeouts={"total_s": 0.5}
+        ) as running,
+        socket.socket() as client,
+    ):
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+        client.connect(("127.0.0.1", running.port))
+        body = json.dumps({**STREAM, "max_tokens": 1000}).encode()
+        client.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s"
+            % (len(body), body)
+        )
+        receipt = running.kept.wait(1)[0]
+        assert (receipt.outcome, receipt.error_class) == ("cancelled", "client_slow")
+
+
+def test_a_mirror_runs_as_its_primary_would_have(tmp_path):
+    """With the policy's proposal length; the control itself has none."""
+    policy = {"rules": [{"name": "short", "use": "speculate", "k": 2}]}
+    with gateway(tmp_path, policy=policy, mirror={"share": 1.0}) as running:
+        running.stand(share=0.0)
+        call(running, STREAM)
+        one, other = sorted(running.kept.wait(2), key=lambda r: r.mirror)
+        assert (one.k, other.k) == (None, 2)
+        assert "k" not in running.target.seen[0].body
+        assert running.speculative.seen[0].body["k"] == 2
+
+
+def test_headers_go_on_as_the_bytes_they_are(tmp_path):
+    """UTF-8 is not encoded twice."""
+    with gateway(tmp_path) as running:
+        call(running, STREAM, headers={"X-Title": "世界".encode()})
+        assert running.speculative.seen[0].headers["x-title"].encode("latin-1") == "世界".encode()
+
+
 # --- receipts -----------------------------------------------------------------------------------
 
 NAMES = (
@@ -501,6 +540,18 @@ def test_a_receipt_that_the_store_does_not_take_is_lost_alone(tmp_path):
     assert (writer.written, writer.lost, writer.waiting) == (4, 1, 0)
     assert len(said) == 1
     assert writer.problem == ""
+
+
+def test_receipts_that_wait_have_a_size_too(tmp_path, monkeypatch):
+    """With prompts in them, a number of them is no bound of memory."""
+    monkeypatch.setattr("speccheck.gateway.outbox.MOST_KEPT_BYTES", 100)
+    writer = writer_of(tmp_path, [])
+    for n in range(3):
+        writer.put((receipt(n, run_id="run:test"), None), 60)
+    assert (writer.waiting, writer.lost) == (1, 2)
+    writer.flush()
+    writer.put((receipt(9, run_id="run:test"), None), 60)
+    assert (writer.waiting, writer.lost) == (1, 2)
 
 
 def test_what_is_lost_at_the_end_is_said(tmp_path):

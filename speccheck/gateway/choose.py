@@ -33,7 +33,9 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Where a request goes. `k` is a proposal length other than the server's own, or None."""
+    """Where a request goes. `k` is a proposal length other than the server's own, or None; a
+    control has the one that it would run with, for its mirror.
+    """
 
     arm: Arm
     route: str | None
@@ -89,7 +91,7 @@ def choose(
         )
     if position(route, key) >= state.share:
         reason = f"control: outside the share of {state.share:.4g}"
-        return Decided(Arm.TARGET_ONLY, route, TARGET_ONLY, reason, is_eligible=True)
+        return Decided(Arm.TARGET_ONLY, route, TARGET_ONLY, reason, said.k, is_eligible=True)
     reason = f"rule {said.rule!r}" if said.rule else "no policy: all of the route"
     return Decided(Arm.SPECULATIVE, route, SPECULATE, reason, said.k, is_eligible=True)
 

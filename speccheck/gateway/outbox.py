@@ -24,6 +24,8 @@ from speccheck.telemetry import Snapshot
 
 MOST_WAITING_BYTES = 4 << 20
 """Of one worker, while the parent does not read."""
+MOST_KEPT_BYTES = 512 << 20
+"""Of all workers, while the store takes nothing: with prompts, a receipt may be megabytes."""
 LONGEST_LINE = 64 << 20
 """Of one receipt and its answer; the parent takes no longer one."""
 _BATCH = 500
@@ -124,6 +126,9 @@ class Writer:
         self._changed_ns = 0
         """When the store's file was last changed, as far as we know of it."""
         self._waiting: deque[Written] = deque()
+        self._sizes: deque[int] = deque()
+        self._bytes = 0
+        """Sum of the sizes of what waits."""
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="receipts")
@@ -143,13 +148,15 @@ class Writer:
         """Begin to write."""
         self._thread.start()
 
-    def put(self, item: Written) -> None:
-        """Take a receipt, or lose it where too many wait."""
+    def put(self, item: Written, n_bytes: int = 0) -> None:
+        """Take a receipt that came as so many bytes, or lose it where too much waits."""
         with self._lock:
-            if len(self._waiting) >= self._limit:
+            if len(self._waiting) >= self._limit or self._bytes + n_bytes > MOST_KEPT_BYTES:
                 self.lost += 1
             else:
                 self._waiting.append(item)
+                self._sizes.append(n_bytes)
+                self._bytes += n_bytes
 
     def put_transition(self, moved: Moved) -> None:
         """Keep a transition; these are few, and none is lost."""
@@ -236,6 +243,7 @@ class Writer:
         with self._lock:
             for _ in batch:
                 self._waiting.popleft()
+                self._bytes -= self._sizes.popleft()
             self.lost += n_lost
         self.written += len(batch) - n_lost
 

@@ -154,7 +154,7 @@ def stripped(asked: Asked, raw: bytes, value: Mapping[str, Any]) -> bytes:
 
 def upstream_headers(headers: Sequence[Header], api_key: str | None) -> list[tuple[str, str]]:
     """A client's headers as they go on: without those of the connection, and our own."""
-    named = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in headers]
+    named = [(name.decode("latin-1"), _text(value)) for name, value in headers]
     dropped = _hops(value for name, value in named if name == "connection")
     kept = [
         (name, value)
@@ -164,6 +164,14 @@ def upstream_headers(headers: Sequence[Header], api_key: str | None) -> list[tup
     if api_key and not any(name == "authorization" for name, _ in kept):
         kept.append(("authorization", f"Bearer {api_key}"))
     return kept
+
+
+def _text(value: bytes) -> str:
+    """What aiohttp, which writes UTF-8, makes the same bytes of wherever they are UTF-8."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _hops(connection: Iterable[str]) -> frozenset[str]:
@@ -454,6 +462,8 @@ class Relay:
     """Whether the client has the chunk with usage."""
     _lacks_ids: bool = field(default=False, init=False)
     _n_events: int = field(default=0, init=False)
+    _is_telling: bool = field(default=False, init=False)
+    """Whether the client is to take something just now."""
     _in_flight: int = field(default=1, init=False)
     _attempt: int = field(default=0, init=False)
     _failure: ArmFailedError | None = field(default=None, init=False)
@@ -479,11 +489,13 @@ class Relay:
             async with asyncio.timeout(seconds):
                 await self._on_arm()
         except TimeoutError:
+            if self._is_telling:  # no arm can help that
+                outcome, error_class = Outcome.CANCELLED, "client_slow"
+            else:
+                outcome = Outcome.INCOMPLETE if self.is_started else Outcome.ERROR
+                error_class = "timeout"
             late = ArmFailedError(
-                Outcome.INCOMPLETE if self.is_started else Outcome.ERROR,
-                "timeout",
-                f"no complete answer within {seconds:g} s",
-                status=504,
+                outcome, error_class, f"no complete answer within {seconds:g} s", status=504
             )
             self._failure = late
             if self._handover:
@@ -515,7 +527,7 @@ class Relay:
                 )
                 await self._start(200, [*headers, (b"content-length", b"%d" % len(raw))])
                 self.is_over = True
-                await self.send({"type": "http.response.body", "body": raw})
+                await self._tell({"type": "http.response.body", "body": raw})
                 return
             try:
                 await watch_stream(
@@ -592,6 +604,12 @@ class Relay:
         if self._arm is Arm.SPECULATIVE and self._n_events == self.cut_after:
             raise ArmFailedError(Outcome.INCOMPLETE, "connection", "cut off on purpose")
 
+    async def _tell(self, message: Mapping[str, Any]) -> None:
+        """To the client, in its own time."""
+        self._is_telling = True
+        await self.send(message)
+        self._is_telling = False
+
     async def _write(self, data: bytes) -> None:
         if data:
             if not self.is_started:
@@ -602,12 +620,12 @@ class Relay:
         """What was written goes to the client; how long that takes is the client's to say."""
         if self._out:
             data, self._out = bytes(self._out), bytearray()
-            await self.send({"type": "http.response.body", "body": data, "more_body": True})
+            await self._tell({"type": "http.response.body", "body": data, "more_body": True})
 
     async def _start(self, status: int, headers: Sequence[Header]) -> None:
         self.is_started = True
         told = self.gate.told(self._arm, self.decided)
-        await self.send(
+        await self._tell(
             {"type": "http.response.start", "status": status, "headers": [*headers, *told]}
         )
 
@@ -617,7 +635,7 @@ class Relay:
             await self._start(200, self._back)
         self.is_over = True
         last = bytes(self._out) + data + DONE
-        await self.send({"type": "http.response.body", "body": last, "more_body": False})
+        await self._tell({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _end_in_error(self, failed: ArmFailedError) -> None:
         """The server's own refusal, or an error in its form; inside a stream, as an event."""
@@ -636,7 +654,7 @@ class Relay:
         status = failed.status or 502
         await self._start(status, [*headers, (b"content-length", b"%d" % len(body))])
         self.is_over = True
-        await self.send({"type": "http.response.body", "body": body})
+        await self._tell({"type": "http.response.body", "body": body})
 
     def _redacted(self, text: str) -> str:
         """Text of a server without the keys that it may quote."""
@@ -916,7 +934,7 @@ def planned_request(
         decision_reason=decided.reason,
         stream=asked.is_stream,
         n=asked.n,
-        fields={} if decided.k is None else {"k": decided.k},
+        fields={"k": decided.k} if decided.k and decided.arm is Arm.SPECULATIVE else {},
     )
 
 

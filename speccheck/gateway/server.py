@@ -143,10 +143,10 @@ class Parent:
             self._board.publish(value)
             self._told = text
 
-    def observe(self, item: Written) -> None:
+    def observe(self, item: Written, n_bytes: int) -> None:
         """A receipt came in: for the store, and for the guards of all routes that it concerns."""
         receipt, _ = item
-        self.writer.put(item)
+        self.writer.put(item, n_bytes)
         ended_ns = receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns
         self._latest_ns = max(self._latest_ns, ended_ns)
         at = max(self._latest_ns, self._ticked_ns)
@@ -334,7 +334,7 @@ class Parent:
                     if all(w.is_ready for w in self.workers.values()):
                         self._all_ready.set()
                     continue
-                self.observe(written_of(line))
+                self.observe(written_of(line), len(line))
         except (ConnectionError, ValueError) as error:
             self.say(f"worker {worker.number}: its line broke ({error})")
         finally:

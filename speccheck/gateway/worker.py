@@ -152,7 +152,7 @@ async def serve(settings: Mapping[str, Any], listener: socket.socket, end: socke
         http=Protocol,
         ws="none",
         lifespan="off",
-        log_level="warning",
+        log_level="error",  # what clients get wrong would fill the disk
         access_log=False,
         server_header=False,
         date_header=False,
