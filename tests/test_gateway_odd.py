@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import replace
 
+import aiohttp
 import pytest
 from click.testing import CliRunner
 from gateway_pair import WAIT_S, gateway
@@ -35,7 +36,6 @@ from test_gateway_relay import (
     TEXT,
     call,
     events_of,
-    long_stream,
     said,
     steps_then,
 )
@@ -74,6 +74,22 @@ def ids_of(raw: bytes) -> list[int]:
 
 def usages_of(raw: bytes) -> list:
     return [e["usage"] for e in events_of(raw) if not e["choices"]]
+
+
+async def timed_out(running, monkeypatch, send, is_time):
+    """The receipt of a speculative request whose total_s is over as soon as `is_time` is set."""
+    real, timers = asyncio.timeout, []
+    monkeypatch.setattr(asyncio, "timeout", lambda s: timers.append(real(s)) or timers[-1])
+    decided = Decided(Arm.SPECULATIVE, "chat", "speculate", "")
+    path = "/v1/chat/completions"
+    async with aiohttp.ClientSession() as session:
+        gate = replace(running.gate, session=session)
+        relay = Relay(gate, Asked("chat", STREAM), path, [], decided, "0" * 32, 0, send)
+        task = asyncio.create_task(relay.run())
+        assert await asyncio.to_thread(is_time.wait, WAIT_S)
+        timers[0].reschedule(0)
+        await task
+    return running.kept.wait(1)[0]
 
 
 def test_a_mirrors_answer_stays_out_of_its_primarys(tmp_path):
@@ -135,13 +151,17 @@ def test_ids_of_an_event_that_was_not_delivered_are_delivered_later(tmp_path, la
         assert usages_of(raw) == [usage_of(5, 6)]
 
 
-def test_an_abort_after_the_end_is_after_the_end(tmp_path):
-    """One finish reason, and the receipt has it."""
+@pytest.mark.parametrize("more", [chunk("", finish="abort"), chunk("x", [9], finish="length")])
+def test_what_comes_after_the_end_is_no_part_of_the_answer(tmp_path, more):
+    """One finish reason, no more text, and the receipt has what the client has."""
     made = answer([[7], [8]], final_usage=False, done=False)
-    made.parts += [sse(chunk("", finish="abort")), DONE]
+    made.parts += [sse(more), DONE]
     with gateway(tmp_path, speculative=lambda _b, _n: made) as running:
         raw = call(running, ALL)[2]
         assert said(raw) == (text_of(7) + text_of(8), ["stop"], ["assistant"])
+        receipt = running.kept.wait(1)[0]
+        assert (receipt.outcome, receipt.finish_reason) == ("ok", "stop")
+        assert (receipt.completion_tokens, receipt.handover_kind) == (2, None)
 
 
 @pytest.mark.parametrize("wanted", [1, "true", "yes", 1.0])
@@ -302,17 +322,22 @@ def test_a_client_that_leaves_in_the_joint_hides_no_failure(tmp_path):
         assert receipt.handover_reason
 
 
-def test_a_joint_that_takes_too_long_is_a_broken_answer(tmp_path):
+async def test_a_joint_that_takes_too_long_is_a_broken_answer(tmp_path, monkeypatch):
     """It ends with total_s, and the receipt says what began it."""
+    told, asked = [], threading.Event()
+
+    async def send(message):
+        told.append(message.get("body", b""))
 
     def target(body, n):
-        return target_says()(body, n) if "tokens" in body else Script([60.0])
+        if "tokens" in body:
+            return target_says()(body, n)
+        asked.set()
+        return Script([60.0])
 
-    with gateway(
-        tmp_path, target, lambda _b, _n: steps_then([Drop()]), timeouts={"total_s": 0.5}
-    ) as running:
-        assert errors_of(call(running, STREAM)[2])
-        receipt = running.kept.wait(1)[0]
+    with gateway(tmp_path, target, lambda _b, _n: steps_then([Drop()])) as running:
+        receipt = await timed_out(running, monkeypatch, send, asked)
+        assert errors_of(b"".join(told))
         assert (receipt.handover_kind, receipt.handover_to) == ("broken", None)
         assert receipt.handover_reason.startswith("connection")
 
@@ -391,7 +416,7 @@ def test_an_answer_that_is_passed_on_to_nobody_ends_in_time(tmp_path):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
         client.connect(("127.0.0.1", running.port))
         client.sendall(b"POST /v1/other HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n")
-        eventually(lambda: running.target.seen)
+        assert client.recv(1)
         eventually(lambda: running.gate.in_flight_all == 0)
 
 
@@ -449,22 +474,17 @@ def test_a_switch_that_cannot_be_thrown_says_so(tmp_path):
         assert "disable has no effect" in json.loads(raw)["error"]["message"]
 
 
-def test_a_client_that_takes_nothing_is_no_failure_of_the_arm(tmp_path):
+async def test_a_client_that_takes_nothing_is_no_failure_of_the_arm(tmp_path, monkeypatch):
     """Its time is up, and the guard of the route has nothing to do with it."""
-    with (
-        gateway(
-            tmp_path, speculative=lambda _b, _n: long_stream(300), timeouts={"total_s": 0.5}
-        ) as running,
-        socket.socket() as client,
-    ):
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
-        client.connect(("127.0.0.1", running.port))
-        body = json.dumps({**STREAM, "max_tokens": 1000}).encode()
-        client.sendall(
-            b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s"
-            % (len(body), body)
-        )
-        receipt = running.kept.wait(1)[0]
+    told = threading.Event()
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            told.set()
+            await asyncio.Event().wait()
+
+    with gateway(tmp_path) as running:
+        receipt = await timed_out(running, monkeypatch, send, told)
         assert (receipt.outcome, receipt.error_class) == ("cancelled", "client_slow")
 
 

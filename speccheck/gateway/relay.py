@@ -545,6 +545,7 @@ class Relay:
                 if self._end is None:
                     raise
                 stream = self._stream
+                self._forget_unsent()
                 stream.first.finish_reason, stream.first.stop_reason = self._end
                 stream.warnings.append(f"after the end of the answer: {failed.line}")
         if self._stream.is_done and self._stream.failure is None:
@@ -733,9 +734,7 @@ class Relay:
         held_back = await going_on.begin()
         self._note(failed, len(committed.ids), kind)
         stream.failure, stream.error = None, ""
-        # The event that failed may have been read in part: the books go on from what was sent.
-        del stream.first.token_ids[self._n_sent :]
-        stream.first.text[:] = [self._sent]
+        self._forget_unsent()
         stream.first.finish_reason = None
         await self._give(Piece(committed.ids[self._n_sent :], held_back))
         await self._flush()
@@ -816,6 +815,13 @@ class Relay:
         if self.asked.wants_running_usage:
             value["usage"] = usage_of(*self._counts())
         await self._write(stripped(self.asked, event(value), value))
+
+    def _forget_unsent(self) -> None:
+        """Go on from what the client has: the event that failed may have been read in part."""
+        first = self._stream.first
+        if not self._stream.others:
+            del first.token_ids[self._n_sent :]
+            first.text[:] = [self._sent]
 
     def _counts(self) -> tuple[int, int]:
         stream = self._stream
