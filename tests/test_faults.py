@@ -537,7 +537,7 @@ def test_the_store_is_locked_and_then_the_disk_is_full(tmp_path):
     with Store.read(running.store) as store:
         n = len(store.receipts(store.runs()[0].run_id))
     assert 5 < n < 30  # of 37, 7 are lost to the lock
-    assert f"{37 - n} receipts were lost; {n} were written" in running.err
+    assert f"lost: {37 - n} receipts ({n} were written)" in running.err
 
 
 def held_by(path: Path) -> subprocess.Popen[str] | None:
