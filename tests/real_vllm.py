@@ -9,6 +9,7 @@ tests/vllm_plugin it is right at all. So a really broken and a really sound serv
                          target-only, and the same command then goes through all four stages
     with the plugin:     `speccheck stage replay` passes the slice; `speccheck run` with ngram
     embedded engine:     the same corpus, acceptance and greedy outputs compared
+    the gateway:         OpenAI's client, and the speculative server killed in mid-answer
 
 Nothing is held against times: the machine may be busy. Not a pytest test, since it installs 3.7 GB
 once (into .venv-vllm) and takes minutes.
@@ -20,15 +21,17 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from openai import AsyncOpenAI
 
 from speccheck import lossless, probe, vllm
 from speccheck.client import open_session
@@ -207,27 +210,43 @@ def write(
     return job
 
 
-@contextmanager
-def three_servers(python: str, folder: Path) -> Iterator[dict[str, str]]:
-    """Target-only, draft_model and ngram, all with the plugin, started together; URLs by name."""
-    path = os.pathsep.join(
-        filter(None, (str(ROOT / "tests/vllm_plugin"), os.environ.get("PYTHONPATH")))
-    )
-    servers = VllmServers(args=ARGS, env=ENV | {"PYTHONPATH": path})
-    installed = vllm.require(python)
-    started = {}
-    try:
+class Servers:
+    """Target-only, draft_model and ngram, all with the plugin, started together."""
+
+    def __init__(self, python: str, folder: Path) -> None:
+        path = os.pathsep.join(
+            filter(None, (str(ROOT / "tests/vllm_plugin"), os.environ.get("PYTHONPATH")))
+        )
+        servers = VllmServers(args=ARGS, env=ENV | {"PYTHONPATH": path})
+        installed = vllm.require(python)
+        self.started: dict[str, tuple[subprocess.Popen[str], str, Arm, Path]] = {}
         for name, speculation in (("target", None), ("draft_model", DRAFT_MODEL), ("ngram", NGRAM)):
             arm = Arm.TARGET_ONLY if speculation is None else Arm.SPECULATIVE
             log = folder / f"{name}.log"
-            started[name] = (*vllm.start(installed, servers, arm, speculation, log), arm, log)
-        for process, url, arm, log in started.values():
+            self.started[name] = (
+                *vllm.start(installed, servers, arm, speculation, log),
+                arm,
+                log,
+            )
+
+    def urls(self) -> dict[str, str]:
+        """By name, once all are ready."""
+        for process, url, arm, log in self.started.values():
             vllm.wait_ready(process, arm, url, log, 900, lambda text: print(text, flush=True))
-        yield {name: url for name, (_, url, _, _) in started.items()}
-    finally:
-        for process, *_ in started.values():
+        return {name: url for name, (_, url, _, _) in self.started.items()}
+
+    def kill(self, name: str) -> None:
+        """The server of that name by kill -9, its supervisor left alone."""
+        supervisor = self.started[name][0].pid
+        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+        for child in children:
+            os.kill(int(child), signal.SIGKILL)
+
+    def stop(self) -> None:
+        """End them all."""
+        for process, *_ in self.started.values():
             process.terminate()
-        for process, *_ in started.values():
+        for process, *_ in self.started.values():
             process.wait(60)
 
 
@@ -461,6 +480,92 @@ async def attributed(
     return found
 
 
+LIVE = (
+    "The capital of France is",
+    "List three colours:",
+    "Once upon a time",
+    "Write a story.",
+    "Paris Berlin Rome",
+    "a b c d e f",
+)
+
+
+async def streamed(client: AsyncOpenAI, begun: asyncio.Semaphore) -> list[Streamed]:
+    """The prompts of LIVE at once; `begun` is told when one of them has its first words."""
+
+    async def one(prompt: str) -> Streamed:
+        answer = Streamed()
+        stream = await client.chat.completions.create(
+            model="target",
+            messages=[{"role": "user", "content": prompt}],
+            max_tokens=160,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        async for chunk in stream:
+            answer.tokens = chunk.usage.completion_tokens if chunk.usage else answer.tokens
+            for choice in chunk.choices:
+                answer.roles += bool(choice.delta.role)
+                answer.ends += [choice.finish_reason] if choice.finish_reason else []
+                if choice.delta.content:
+                    answer.text += choice.delta.content
+                    begun.release()
+        return answer
+
+    return list(await asyncio.gather(*(one(prompt) for prompt in LIVE)))
+
+
+@dataclass
+class Streamed:
+    """What a client has of one answer."""
+
+    text: str = ""
+    roles: int = 0
+    ends: list[str] = field(default_factory=list)
+    tokens: int | None = None
+
+
+def joined(servers: Servers, urls: Mapping[str, str], folder: Path) -> None:
+    """The OpenAI client through `speccheck gateway`: kill -9 of the speculative server under it."""
+    print("the gateway, and a speculative server that is killed in mid-answer", flush=True)
+    attached = {"target_only": urls["target"], "speculative": urls["draft_model"]}
+    job = write(folder, "live", {"engine": "attached", "attached": attached})
+    command = [sys.executable, "-m", "speccheck", "gateway", "--port", "0", "--json"]
+    gateway = subprocess.Popen(command, cwd=job.folder, stdout=subprocess.PIPE, text=True)
+    assert gateway.stdout is not None
+    try:
+        base = json.loads(gateway.stdout.readline())["url"]
+
+        async def both() -> tuple[list[Streamed], list[Streamed]]:
+            async with AsyncOpenAI(
+                base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=120
+            ) as client:
+                begun = asyncio.Semaphore(0)
+                running = asyncio.create_task(streamed(client, begun))
+                for _ in range(3 * len(LIVE)):
+                    await begun.acquire()
+                servers.kill("draft_model")
+                return await running, await streamed(client, begun)
+
+        under, after = asyncio.run(both())
+    finally:
+        gateway.terminate()
+        gateway.wait(60)
+    for answer in under:
+        hold((answer.roles, len(answer.ends)) == (1, 1), f"one role, one end: {answer.text[:30]!r}")
+    with Store.read(job.folder / "speccheck-gateway" / "receipts.duckdb") as store:
+        receipts = store.receipts(store.runs()[0].run_id)
+        moved = store.transitions("real-vllm")
+    kinds = [r.handover_kind for r in receipts if r.handover_kind]
+    hold(kinds and set(kinds) == {"exact"}, f"{len(kinds)} of {len(LIVE)} were cut, all joined")
+    hold({r.arm for r in receipts[-len(LIVE) :]} == {"target_only"}, "what came later was served")
+    same = sum(a == b for a, b in zip(under, after, strict=True))
+    hold(same == len(LIVE), f"{same} of {len(LIVE)} answers are those of target-only")
+    for row in moved:
+        print(f"      {row.transition.before} -> {row.transition.after}: {row.transition.why}")
+
+
 def main() -> None:
     """All of it, in order."""
     parser = argparse.ArgumentParser(
@@ -468,19 +573,25 @@ def main() -> None:
     )
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-vllm")
     parser.add_argument("--keep", type=Path, default=None, help="folder to leave everything in")
+    parser.add_argument("--install", action="store_true", help="install the build and no more")
     asked = parser.parse_args()
     python = vllm_python(asked.venv)
+    if asked.install:
+        return
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) if asked.keep is None else asked.keep
         folder.mkdir(exist_ok=True, parents=True)
         try:
-            broken(python, folder)
-            print("three servers with the plugin", flush=True)
-            with three_servers(python, folder) as urls:
-                print(f"    ready after {time.monotonic() - begun:.0f} s in all", flush=True)
+            servers = Servers(python, folder)  # they start while the broken ones are looked at
+            try:
+                broken(python, folder)
+                urls = servers.urls()
                 one, _ = sound(urls, folder)
                 agreement(one, urls["target"], folder)
+                joined(servers, urls, folder)
+            finally:
+                servers.stop()
         except WrongError as wrong:
             sys.exit(f"real vLLM: NOT so: {wrong}")
     print(f"real vLLM: all as it must be, {time.monotonic() - begun:.0f} s")
