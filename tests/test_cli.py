@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -291,6 +293,15 @@ def test_a_dry_run_counts_all_that_is_sent(folder: Path) -> None:
     assert planned["routes"][0]["rules"]["min_speedup"] == 1
 
 
+def n_sockets(pid: int) -> int:
+    """Open sockets of a process that runs."""
+    found = 0
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            found += fd.readlink().name.startswith("socket:")
+    return found
+
+
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_sigterm_is_ctrl_c(folder: Path, background: bool) -> None:  # noqa: FBT001
     """Ended by an orchestrator: servers stopped, what was measured kept, exit code 130.
@@ -308,8 +319,10 @@ def test_sigterm_is_ctrl_c(folder: Path, background: bool) -> None:  # noqa: FBT
     signal.signal(signal.SIGINT, was)
     assert process.stderr is not None
     for line in process.stderr:
-        if "A/A control: " in line:  # servers run, requests are being sent
+        if "A/A control: " in line:
             break
+    while n_sockets(process.pid) < 4:  # the loop's own pair, and connections: requests are sent
+        time.sleep(0.01)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) == 2
     process.send_signal(signal.SIGTERM)
