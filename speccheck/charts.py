@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -161,8 +162,13 @@ class Ratios:
 Picture = Strips | Distributions | Timeline | Ratios
 
 
+@lru_cache(maxsize=64)
 def draw(picture: Picture, name: str, title: str, description: str) -> str:
-    """The picture as an `<svg>` element. `name` makes its ids unique to the page."""
+    """The picture as an `<svg>` element. `name` makes its ids unique to the page.
+
+    Kept, since matplotlib takes a fifth of a second for each: a packet that is rendered again in
+    the same process draws what changed.
+    """
     words = (name, title, description)
     match picture:
         case Strips():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -10,25 +11,27 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 
 import pytest
 
 from speccheck.config import package_dir
 
-ROLLOUT = """\
+SMALL_TABLE = Path(__file__).parent / "small_table.json"
+ROLLOUT = f"""\
 name: test
-speculation: {method: draft_model, model: packaged, num_speculative_tokens: 4}
-corpus: {paths: [corpus.jsonl]}
-fixture: {seeds: 2000}
+speculation: {{method: draft_model, model: packaged, num_speculative_tokens: 4}}
+corpus: {{paths: [corpus.jsonl]}}
+fixture: {{seeds: 2000, table: '{SMALL_TABLE}'}}
 replay:
   control_concurrency: 4
   slices: [stop, min_p]
   slice_prompts: 2
-  probe: {prompts: 2, samples: 3, max_tokens: 8}
-shadow: {requests_per_route: 8, blocks: 4, rate_per_s: 8}
-canary: {shares: [0.5], requests_per_step: 12, min_speculative: 4, watch_requests: 4, rate_per_s: 8}
+  probe: {{prompts: 2, samples: 3, max_tokens: 8}}
+shadow: {{requests_per_route: 8, blocks: 4, rate_per_s: 8}}
+canary:
+  {{shares: [0.5], requests_per_step: 12, min_speculative: 4, watch_requests: 4, rate_per_s: 8}}
 warm_up: 1
 routes:
   - name: support
@@ -49,6 +52,28 @@ def speccheck(
         timeout=300,
         check=False,
     )
+
+
+def command(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The same in this process: what it says and its exit code, where the process is not the point.
+
+    All but the interpreter's start is the same: `main` parses, runs, and turns errors into lines.
+    """
+    from speccheck.cli import main
+
+    argv = [str(argument) for argument in arguments]
+    said, told = io.StringIO(), io.StringIO()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "80")
+        patch.chdir(cwd)
+        try:
+            with redirect_stdout(told), redirect_stderr(said), pytest.raises(SystemExit) as ended:
+                main(argv)
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    return subprocess.CompletedProcess(argv, ended.value.code, told.getvalue(), said.getvalue())
 
 
 @pytest.fixture
@@ -76,19 +101,19 @@ def edit(path: Path, old: str, new: str) -> None:
 
 def test_a_missing_rollout(tmp_path: Path) -> None:
     """A rollout that is not there: exit code 2, and what writes one."""
-    refused(speccheck("run", cwd=tmp_path), 2, "rollout.yaml", "speccheck init")
+    refused(command("run", cwd=tmp_path), 2, "rollout.yaml", "speccheck init")
 
 
 def test_a_missing_corpus(folder: Path) -> None:
     """A corpus that is not there is named."""
     edit(folder / "rollout.yaml", "corpus.jsonl", "gone.jsonl")
-    refused(speccheck("stage", "replay", cwd=folder), 2, "gone.jsonl")
+    refused(command("stage", "replay", cwd=folder), 2, "gone.jsonl")
 
 
 def test_broken_yaml(folder: Path) -> None:
     """YAML that does not parse is an error with its line."""
     edit(folder / "rollout.yaml", "routes:", "routes: [")
-    refused(speccheck("run", cwd=folder), 2, "rollout.yaml:", "not valid YAML")
+    refused(command("run", cwd=folder), 2, "rollout.yaml:", "not valid YAML")
 
 
 def test_a_rule_with_a_typo(folder: Path) -> None:
@@ -96,7 +121,7 @@ def test_a_rule_with_a_typo(folder: Path) -> None:
     shutil.copy(package_dir("rules") / "guardrails.yaml", folder / "guardrails.yaml")
     edit(folder / "guardrails.yaml", "  max_error_rate:", "  max_eror_rate:")
     edit(folder / "rollout.yaml", "warm_up: 1", "warm_up: 1\nguardrails: guardrails.yaml")
-    refused(speccheck("run", cwd=folder), 2, "guardrails.yaml:", "did you mean 'max_error_rate'")
+    refused(command("run", cwd=folder), 2, "guardrails.yaml:", "did you mean 'max_error_rate'")
 
 
 def test_a_table_that_does_not_sum_to_one(folder: Path) -> None:
@@ -105,9 +130,9 @@ def test_a_table_that_does_not_sum_to_one(folder: Path) -> None:
     broken = re.sub(r"60,\s*10,\s*10,\s*5,\s*15", "60, 10, 10, 5, 14", table, count=1)
     assert broken != table
     (folder / "table.json").write_text(broken, encoding="utf-8")
-    edit(folder / "rollout.yaml", "seeds: 2000", "seeds: 2000, table: table.json")
-    refused(speccheck("stage", "fixture", cwd=folder), 2, "table.json", "99")
-    refused(speccheck("trace", "--table", "table.json", cwd=folder), 2, "table.json", "99")
+    edit(folder / "rollout.yaml", str(SMALL_TABLE), "table.json")
+    refused(command("stage", "fixture", cwd=folder), 2, "table.json", "99")
+    refused(command("trace", "--table", "table.json", cwd=folder), 2, "table.json", "99")
 
 
 def test_a_server_that_is_not_there(folder: Path) -> None:
@@ -115,7 +140,7 @@ def test_a_server_that_is_not_there(folder: Path) -> None:
     urls = "{target_only: 'http://127.0.0.1:9', speculative: 'http://127.0.0.1:19'}"
     edit(folder / "rollout.yaml", "warm_up: 1", f"warm_up: 1\nengine: attached\nattached: {urls}")
     refused(
-        speccheck("stage", "replay", cwd=folder), 4, "http://127.0.0.1:9", "is the server running?"
+        command("stage", "replay", cwd=folder), 4, "http://127.0.0.1:9", "is the server running?"
     )
 
 
@@ -123,7 +148,7 @@ def test_one_server_for_both_arms(folder: Path) -> None:
     """The same URL on both arms would compare a server with itself."""
     urls = "{target_only: 'http://127.0.0.1:9/', speculative: 'http://127.0.0.1:9'}"
     edit(folder / "rollout.yaml", "warm_up: 1", f"warm_up: 1\nengine: attached\nattached: {urls}")
-    refused(speccheck("run", "--dry-run", cwd=folder), 2, "rollout.yaml:", "both arms")
+    refused(command("run", "--dry-run", cwd=folder), 2, "rollout.yaml:", "both arms")
 
 
 @pytest.mark.parametrize(
@@ -167,18 +192,18 @@ def test_an_api_key_that_is_not_set(folder: Path) -> None:
         "warm_up: 1",
         f"warm_up: 1\nengine: attached\nattached: {{{urls}, api_key_env: NO_SUCH_KEY}}",
     )
-    refused(speccheck("stage", "replay", cwd=folder), 2, "NO_SUCH_KEY")
+    refused(command("stage", "replay", cwd=folder), 2, "NO_SUCH_KEY")
 
 
 def test_a_folder_that_cannot_be_written(folder: Path) -> None:
     """An output folder that cannot be made: exit code 4, with its name."""
     (folder / "file").write_text("", encoding="utf-8")
-    refused(speccheck("stage", "fixture", "--out", "file/run", cwd=folder), 4, "file/run")
+    refused(command("stage", "fixture", "--out", "file/run", cwd=folder), 4, "file/run")
 
 
 def test_a_report_that_could_not_be_written(folder: Path) -> None:
     """A report's missing folder is found before anything is measured."""
-    done = speccheck("stage", "fixture", "--junit", "gone/junit.xml", cwd=folder)
+    done = command("stage", "fixture", "--junit", "gone/junit.xml", cwd=folder)
     refused(done, 2, "--junit", "gone")
     assert not (folder / "speccheck-run").exists()
 
@@ -195,11 +220,12 @@ def test_the_exit_code_stands_when_nobody_reads(folder: Path, form: tuple[str, .
     assert process.stdout is not None
     process.stdout.close()
     assert process.wait(60) == 0
-    assert speccheck("decide", cwd=folder).returncode == 4
+    assert command("decide", cwd=folder).returncode == 4
 
 
 def test_standard_output_on_a_full_disk(folder: Path) -> None:
-    """An outcome that cannot be printed is one line and exit code 4."""
+    """An outcome that cannot be printed is one line and exit code 4; here of the packaged table."""
+    edit(folder / "rollout.yaml", f", table: '{SMALL_TABLE}'", "")
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "speccheck", "stage", "fixture"],
@@ -207,10 +233,11 @@ def test_standard_output_on_a_full_disk(folder: Path) -> None:
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
+            timeout=120,
             check=False,
         )
     refused(done, 4, "standard output")
+    assert "fixture: pass" in done.stderr
 
 
 def test_a_store_that_is_held(folder: Path) -> None:
@@ -239,7 +266,7 @@ def test_the_fixture_refuses_lossy_algorithms(folder: Path, config: str, word: s
         "num_speculative_tokens: 4}",
         f"num_speculative_tokens: 4, {config}}}",
     )
-    done = speccheck("stage", "fixture", cwd=folder)
+    done = command("stage", "fixture", cwd=folder)
     assert done.returncode == 1, done.stderr
     assert word in done.stdout
 
@@ -308,6 +335,8 @@ def test_sigterm_is_ctrl_c(folder: Path, background: bool) -> None:  # noqa: FBT
 
     Also where it runs in the background of a script, which makes it ignore Ctrl-C itself.
     """
+    corpus = (folder / "corpus.jsonl").read_text(encoding="utf-8").splitlines()
+    (folder / "corpus.jsonl").write_text("\n".join(corpus[:2]) + "\n", encoding="utf-8")
     was = signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
     process = subprocess.Popen(
         [sys.executable, "-m", "speccheck", "stage", "replay", "--json"],
@@ -331,7 +360,7 @@ def test_sigterm_is_ctrl_c(folder: Path, background: bool) -> None:  # noqa: FBT
     assert "run the same command again to resume" in said
     assert "Traceback" not in said
     assert not [child for child in children if Path(f"/proc/{child}").exists()]
-    assert speccheck("receipts", "verify", cwd=folder).returncode == 0
+    assert command("receipts", "verify", cwd=folder).returncode == 0
 
 
 def test_json_errors_are_json(tmp_path: Path) -> None:
@@ -344,8 +373,8 @@ def test_json_errors_are_json(tmp_path: Path) -> None:
 
 def test_unknown_commands_and_options(tmp_path: Path) -> None:
     """A mistyped command is a usage error with a suggestion."""
-    refused(speccheck("stge", cwd=tmp_path), 2, "Did you mean")
-    refused(speccheck("run", "--rolout", "x", cwd=tmp_path), 2, "--rollout")
+    refused(command("stge", cwd=tmp_path), 2, "Did you mean")
+    refused(command("run", "--rolout", "x", cwd=tmp_path), 2, "--rollout")
 
 
 def test_every_help_shows_its_example_as_it_is_typed() -> None:
@@ -375,8 +404,8 @@ def test_every_help_shows_its_example_as_it_is_typed() -> None:
 
 def test_init_writes_what_run_reads(tmp_path: Path) -> None:
     """`speccheck init` writes files that load, and does not overwrite them."""
-    assert speccheck("init", "new", cwd=tmp_path).returncode == 0
-    done = speccheck("run", "--dry-run", "--json", cwd=tmp_path / "new")
+    assert command("init", "new", cwd=tmp_path).returncode == 0
+    done = command("run", "--dry-run", "--json", cwd=tmp_path / "new")
     assert done.returncode == 0, done.stderr
     planned = json.loads(done.stdout)
     assert [stage["stage"] for stage in planned["stages"]] == [
@@ -386,12 +415,12 @@ def test_init_writes_what_run_reads(tmp_path: Path) -> None:
         "canary",
     ]
     assert not (tmp_path / "new" / "speccheck-run").exists()
-    refused(speccheck("init", "new", cwd=tmp_path), 2, "is there already", "--force")
+    refused(command("init", "new", cwd=tmp_path), 2, "is there already", "--force")
 
 
 def test_a_trace_fits_eighty_columns(tmp_path: Path) -> None:
     """The worked trace is readable on a narrow terminal."""
-    done = speccheck("trace", "--seed", "18", cwd=tmp_path)
+    done = command("trace", "--seed", "18", cwd=tmp_path)
     assert done.returncode == 0
     assert all(len(line) <= 80 for line in done.stdout.splitlines())
     for words in ("drafted A B C D", "discarded untested", "committed A B X"):
@@ -400,20 +429,20 @@ def test_a_trace_fits_eighty_columns(tmp_path: Path) -> None:
 
 def test_receipts_without_a_run(tmp_path: Path) -> None:
     """Commands that read a run say that there is none."""
-    for command in (["receipts", "list"], ["decide"], ["packet"]):
-        refused(speccheck(*command, cwd=tmp_path), 4, "no receipts there")
+    for words in (["receipts", "list"], ["decide"], ["packet"]):
+        refused(command(*words, cwd=tmp_path), 4, "no receipts there")
 
 
 def test_filters_that_nothing_can_fit(tmp_path: Path) -> None:
     """A mistyped stage or outcome is an error, not an empty list."""
     for option in ("--stage", "--outcome"):
-        refused(speccheck("receipts", "list", option, "canray", cwd=tmp_path), 2, option, "canray")
+        refused(command("receipts", "list", option, "canray", cwd=tmp_path), 2, option, "canray")
 
 
 def test_corpus_import_and_check(tmp_path: Path) -> None:
     """Plain lines become a corpus that `corpus check` counts."""
     (tmp_path / "plain.txt").write_text("Hello\nWhat is new?\n", encoding="utf-8")
-    done = speccheck("corpus", "import", "plain.txt", "corpus.jsonl", cwd=tmp_path)
+    done = command("corpus", "import", "plain.txt", "corpus.jsonl", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    done = speccheck("corpus", "check", "corpus.jsonl", "--json", cwd=tmp_path)
+    done = command("corpus", "check", "corpus.jsonl", "--json", cwd=tmp_path)
     assert json.loads(done.stdout)["prompts"] == 2

@@ -12,9 +12,11 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
-from test_cli import ROLLOUT, speccheck
+from test_cli import ROLLOUT, command, speccheck
 
 from speccheck.config import Rollout, load_rollout, package_dir
+from speccheck.console import Reporter
+from speccheck.context import open_run
 from speccheck.eligibility import load_eligibility, policy_version
 from speccheck.launch import count_prompt_tokens
 from speccheck.store import Store
@@ -78,7 +80,7 @@ def test_so_few_requests_promote_nothing(finished: tuple[Path, dict]) -> None:
 def test_every_form_tells_the_same(finished: tuple[Path, dict]) -> None:
     """JSON, JUnit, the step summary, `decide` and the packet agree on the outcome."""
     folder, told = finished
-    again = speccheck("decide", "--json", cwd=folder)
+    again = command("decide", "--json", cwd=folder)
     assert again.returncode == told["exit_code"]
     assert json.loads(again.stdout)["decisions"] == told["decisions"]
     suites = ET.parse(folder / "junit.xml").getroot()  # noqa: S314 (we wrote it)
@@ -156,7 +158,7 @@ def test_the_same_command_again_sends_nothing(finished: tuple[Path, dict]) -> No
     folder, told = finished
     with Store.read(folder / "speccheck-run" / "receipts.duckdb") as store:
         before = len(store.receipts(told["run_id"]))
-    done = speccheck("run", "--keep-going", "--json", cwd=folder)
+    done = command("run", "--keep-going", "--json", cwd=folder)
     assert done.stdout, done.stderr
     again = json.loads(done.stdout)
     assert again["run_id"] == told["run_id"]
@@ -173,16 +175,16 @@ def test_receipts_can_be_listed_shown_and_exported(
     import duckdb
 
     folder, _ = finished
-    listed = json.loads(speccheck("receipts", "list", "--json", cwd=folder).stdout)
+    listed = json.loads(command("receipts", "list", "--json", cwd=folder).stdout)
     assert listed["count"] > 0
-    shown = speccheck("receipts", "list", "--limit", "3", cwd=folder)
+    shown = command("receipts", "list", "--limit", "3", cwd=folder)
     assert all(len(line) <= 80 for line in shown.stdout.splitlines())
     first = listed["receipts"][0]
-    page = speccheck("receipts", "show", first["receipt_id"], cwd=folder)
+    page = command("receipts", "show", first["receipt_id"], cwd=folder)
     assert first["prompt_id"] in page.stdout
     for ending in ("csv", "parquet", "jsonl"):
         path = tmp_path / f"all.{ending}"
-        assert speccheck("receipts", "export", path, cwd=folder).returncode == 0
+        assert command("receipts", "export", path, cwd=folder).returncode == 0
         reader = {"csv": "read_csv", "parquet": "read_parquet", "jsonl": "read_json"}[ending]
         ((count,),) = duckdb.sql(f"SELECT count(*) FROM {reader}('{path}')").fetchall()  # noqa: S608
         assert count == listed["count"]
@@ -193,8 +195,12 @@ def test_another_seed_is_another_run(finished: tuple[Path, dict]) -> None:
     folder, told = finished
     text = (folder / "rollout.yaml").read_text(encoding="utf-8")
     (folder / "other.yaml").write_text(f"seed: 5\n{text}", encoding="utf-8")
-    done = speccheck("stage", "fixture", "--rollout", "other.yaml", "--json", cwd=folder)
-    assert json.loads(done.stdout)["run_id"] != told["run_id"]
+    out = folder / "speccheck-run"
+    with open_run(folder / "other.yaml", out, Reporter(), fresh=False) as run:
+        assert run.run_id != told["run_id"]
+        assert not run.store.receipts(run.run_id)
+    with open_run(folder / "rollout.yaml", out, Reporter(), fresh=False) as run:
+        assert run.run_id == told["run_id"]
 
 
 def test_prompts_that_nothing_grades_are_no_pass(tmp_path: Path) -> None:
@@ -204,32 +210,43 @@ def test_prompts_that_nothing_grades_are_no_pass(tmp_path: Path) -> None:
     prompts = [json.loads(line) | {"check": {"kind": "none"}} for line in lines]
     text = "".join(json.dumps(prompt) + "\n" for prompt in prompts)
     (tmp_path / "corpus.jsonl").write_text(text, encoding="utf-8")
-    done = speccheck("stage", "replay", "--json", cwd=tmp_path)
+    done = command("stage", "replay", "--json", cwd=tmp_path)
     told = json.loads(done.stdout)
     assert told["exit_code"] == done.returncode == 4
     assert "none of the route's 2 prompts has a check" in told["decisions"][0]["reason"]
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_killed_at_random_moments_the_run_is_resumed_whole(tmp_path: Path, seed: int) -> None:
-    """A replay killed (-9) at random moments: nothing is lost, nothing is doubled."""
+def test_killed_at_any_moment_the_run_is_resumed_whole(tmp_path: Path) -> None:
+    """A replay killed (-9) while servers start and twice in the middle of its requests: nothing is
+    lost, nothing is doubled.
+    """
     write_rollout(tmp_path)
-    rng = random.Random(seed)
     store_path = tmp_path / "speccheck-run" / "receipts.duckdb"
-    command = [sys.executable, "-m", "speccheck", "stage", "replay"]
+    rng = random.Random(1)
     seen: set[str] = set()
-    for _ in range(3):
+    cut = 0
+    for words in ("waiting for the two servers", "temperature 0: ", "temperature 0.7: "):
         process = subprocess.Popen(
-            command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            [sys.executable, "-m", "speccheck", "stage", "replay"],
+            cwd=tmp_path,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        time.sleep(rng.uniform(1.0, 5.0))
+        assert process.stderr is not None
+        for line in process.stderr:
+            if words in line:  # first of each phase: how many requests it will send
+                break
+        time.sleep(rng.uniform(0.2, 1.0))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        if store_path.exists():
-            kept = receipt_ids(store_path)
-            assert seen <= kept, "a receipt was lost"
-            seen = kept
-    done = speccheck("stage", "replay", "--json", cwd=tmp_path)
+        process.stderr.close()
+        kept = receipt_ids(store_path)
+        assert seen <= kept, "a receipt was lost"
+        cut += seen < kept
+        seen = kept
+    assert cut, "kills must come in mid-run, or nothing was shown"
+    done = command("stage", "replay", "--json", cwd=tmp_path)
     told = json.loads(done.stdout)
     with Store.read(store_path) as store:
         receipts = store.receipts(told["run_id"], stage="replay", warm_up=False)

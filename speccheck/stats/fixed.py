@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,7 @@ def existence_minimum(p: float, alpha: float) -> int:
     return math.ceil(math.log(alpha) / math.log(p))
 
 
+@lru_cache(maxsize=4096)
 def order_statistic_ranks(n: int, p: float, alpha: float) -> tuple[int | None, int | None]:
     """Ranks (1-based) of the lower and upper limit of the p-quantile, each at level alpha.
 
