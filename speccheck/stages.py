@@ -190,7 +190,7 @@ def _worked_seeds(table: Table, algorithm: str, draft_sampling: str) -> tuple[in
     That is: two drafts accepted, one corrected and one discarded untested. A table too small for
     that has none.
     """
-    for seed in range(2_000 if table.horizon > 4 else 0):
+    for seed in range(2_000) if table.horizon > 4 else ():
         record = fixture.trace(table, seed, algorithm=algorithm, draft_sampling=draft_sampling)
         counters = record["rounds"][0]["counters"]
         if (counters["accepted"], counters["rejected"], counters["discarded"]) == (2, 1, 1):
