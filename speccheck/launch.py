@@ -22,12 +22,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from speccheck import gpus, vllm
+from speccheck import gpus, supervise, vllm
 from speccheck.config import PACKAGED, Rollout, VllmServers
 from speccheck.engine.settings import SpeculativeSettings
 from speccheck.errors import EngineError, UsageError
@@ -114,12 +114,53 @@ def arms(rollout: Rollout, log_dir: Path, *, say: Callable[[str], None]) -> Iter
             process, url = _start_embedded(rollout, arm, config, log_dir / f"{arm}.log")
             processes.append(process)
             urls[arm] = url
-        yield Arms(
-            _describe(Arm.TARGET_ONLY, urls[Arm.TARGET_ONLY], None, None),
-            _describe(Arm.SPECULATIVE, urls[Arm.SPECULATIVE], None, None),
-        )
+        logs = [log_dir / f"{arm}.log" for arm in urls]
+        with _ends_are_told(list(zip(processes, logs, strict=True))):
+            yield Arms(
+                _describe(Arm.TARGET_ONLY, urls[Arm.TARGET_ONLY], None, None),
+                _describe(Arm.SPECULATIVE, urls[Arm.SPECULATIVE], None, None),
+            )
     finally:
         _stop(processes)
+
+
+_DYING_S = 1.0
+"""From the last connection that a process takes until it has ended."""
+
+
+@contextmanager
+def _ends_are_told(
+    servers: Sequence[tuple[subprocess.Popen[str], Path]],
+) -> Iterator[None]:
+    """What fails while a server of ours has ended fails because of that.
+
+    Raises:
+        EngineError: how the server ended and what its log says last, in place of that nobody could
+            connect to it.
+    """
+    try:
+        yield
+    except EngineError as error:
+        give_up = time.monotonic() + _DYING_S
+        while time.monotonic() < give_up:
+            for process, log in servers:
+                if how := _end(process, log):
+                    raise EngineError(
+                        f"{log.stem} server: ended in mid-run with {how}; the same command starts "
+                        f"it again and resumes{vllm.reason(log)}"
+                    ) from error
+            time.sleep(0.05)
+        raise
+
+
+def _end(process: subprocess.Popen[str], log: Path) -> str:
+    """How a server ended, empty while it runs; a supervisor outlives its server by seconds."""
+    with suppress(OSError):
+        for line in log.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(supervise.ENDED):
+                return line.removeprefix(supervise.ENDED)
+    code = process.poll()
+    return "" if code is None else supervise.described(code)
 
 
 def describe(rollout: Rollout, then: Arms | None = None) -> Arms:
@@ -479,7 +520,8 @@ def _started(
         if together:
             for one in running:
                 wait(*one)
-        yield [url for _, _, url in running]
+        with _ends_are_told([(process, job.log_path) for job, process, _ in running]):
+            yield [url for _, _, url in running]
     finally:
         _stop([process for _, process, _ in running], vllm.STOP_TIMEOUT_S)
 

@@ -21,6 +21,15 @@ GRACE_S = 15.0
 """How long the command may take to end by itself; vLLM's engine frees its memory in that time."""
 
 
+ENDED = "speccheck.supervise: the server ended with "
+"""Begins the line in its log that says so; its workers may take seconds more."""
+
+
+def described(code: int) -> str:
+    """An exit code of `subprocess` in words."""
+    return f"signal {-code}" if code < 0 else f"code {code}"
+
+
 def main(argv: Sequence[str]) -> int:
     """Run `argv[1:]` until it ends, or the process `argv[0]`, our parent, does."""
     parent = int(argv[0])
@@ -31,7 +40,9 @@ def main(argv: Sequence[str]) -> int:
         return 128 + signal.SIGTERM  # it ended before the kernel was told
     child = subprocess.Popen(argv[1:], process_group=0, preexec_fn=_end_with_parent)  # noqa: PLW1509
     try:
-        return child.wait()
+        code = child.wait()
+        print(f"{ENDED}{described(code)}", file=sys.stderr, flush=True)
+        return code
     finally:
         # Also where it ended by itself: a server that was killed leaves its engine behind, with the
         # memory that the next one needs.

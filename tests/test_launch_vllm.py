@@ -5,6 +5,9 @@ a stand-in (fake_vllm), since no CI minute is spent here on importing the real o
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
 import socket
 import urllib.request
 from itertools import pairwise
@@ -60,6 +63,48 @@ def test_side_by_side(tmp_path):
         assert set(launch.differences(pair)) <= set(launch.accepted(launch.differences(pair), []))
         urls = [arm.url for arm in pair]
     assert not any(map(answers, urls))
+
+
+def serving(supervisor: int) -> int:
+    """The process that a supervisor runs."""
+    return int(Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()[0])
+
+
+def our_children() -> set[int]:
+    """Processes that this one has started and that run."""
+    threads = Path(f"/proc/{os.getpid()}/task").iterdir()
+    return {int(pid) for one in threads for pid in (one / "children").read_text().split()}
+
+
+@pytest.mark.parametrize("engine", ["vllm", "embedded"])
+def test_a_server_that_dies_in_mid_run_is_named(tmp_path, engine):
+    """Not that nobody can connect to it, but how it ended and what its log says last."""
+    pair_of = rollout(tmp_path)
+    if engine == "embedded":
+        speculation = {"method": "ngram", "num_speculative_tokens": 2}
+        pair_of = pair_of.model_copy(update={"engine": engine, "speculation": speculation})
+    before = our_children()
+
+    def a_run() -> None:
+        with launch.arms(pair_of, tmp_path / "logs", say=lambda _text: None) as pair:
+            last = max(our_children() - before)
+            os.kill(last if engine == "embedded" else serving(last), signal.SIGKILL)
+            assert eventually(lambda: not answers(pair.speculative.url))
+            raise EngineError("20 attempts in a row could not connect")
+
+    said = r"^speculative server: ended in mid-run with signal 9.*resumes.*speculative\.log"
+    with pytest.raises(EngineError, match=re.compile(said, re.DOTALL)):
+        a_run()
+
+
+def test_an_error_while_both_servers_run_is_itself(tmp_path):
+    """No server is blamed that runs."""
+    said = "the speculative server answered nonsense"
+    with (
+        pytest.raises(EngineError, match=f"^{said}$"),
+        launch.arms(rollout(tmp_path), tmp_path / "logs", say=lambda _text: None),
+    ):
+        raise EngineError(said)
 
 
 def test_in_turns(tmp_path):
