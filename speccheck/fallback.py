@@ -69,6 +69,9 @@ UNREACHABLE = "max_unreachable_s"
 PROTECTED = "max_protected_delay"
 """Rules of the live guard beside the guardrails; names are those of their settings."""
 
+OF_SCRAPES = frozenset({QUEUE, STALL, UNREACHABLE})
+"""Rules that no receipt can decide."""
+
 COOL_DOWN = "cool_down"
 PROBATION = "probation"
 RESET = "reset"

@@ -493,6 +493,34 @@ def test_a_replay_of_other_receipts_says_so(store):
     assert "NOT as recorded; it was decided by other settings then" in said
 
 
+def test_what_a_watch_decided_by_scrapes_is_not_called_wrong(store):
+    """It keeps none: its replay says that, not that the store was tampered with."""
+    out = ("--out", str(store.parent))
+    moved = Transition(
+        route="chat",
+        seq=0,
+        at_ns=S,
+        before=RouteState.ENABLED,
+        after=RouteState.FELL_BACK,
+        share=0.0,
+        rule=fallback.UNREACHABLE,
+        cohort="",
+        estimate=None,
+        limit=5.0,
+        unit="s",
+        window_s=10.0,
+        n=3,
+        fallbacks=1,
+        why="the speculative server has not answered for 10 s",
+    )
+    with Store.open(store) as opened:
+        opened.append_transition("watched", moved, run_id="run-1", wall_ns=1, settings="s")
+    code, said = invoke("replay", *out)
+    assert code == 0
+    assert "NOT" not in said
+    assert "it rests on scrapes, and a watch keeps none" in said
+
+
 def test_a_view_fits_a_terminal_of_80_columns(pair):
     """Nothing of the screen is wider, whatever a server says."""
     from rich.console import Console

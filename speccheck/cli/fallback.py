@@ -111,9 +111,10 @@ def fallback_replay(
 
     And from what operators did. The same receipts and settings give the same
     decisions, byte for byte. Where the store has transitions of the run, each
-    route says whether these are the same ones. Exit code: 0 routes end enabled,
-    1 one fell back or is off, 3 one is on probation, 4 the replay and the store
-    do not agree.
+    route says whether these are the same ones; what `speccheck watch` decided
+    by scrapes, which it does not keep, cannot be decided again. Exit code: 0
+    routes end enabled, 1 one fell back or is off, 3 one is on probation, 4 the
+    replay and the store do not agree.
 
     \b
     Example:
@@ -157,6 +158,8 @@ def _print_replay(name: str, one: dict[str, Any]) -> None:
         click.echo(f"  {moved.at_ns / 1e9:.3f} s {moved_line(moved)}")
     if one["agrees"] is not None:
         click.echo(f"  {'as recorded' if one['agrees'] else 'NOT as recorded'}{one['note']}")
+    elif one["note"]:
+        click.echo(f"  {one['note']}")
 
 
 def _replayed(
@@ -207,13 +210,18 @@ def _replayed(
         # Time may have gone on after the last row was written: nobody has told us how far.
         same = to_json(made[: len(recorded)]) == to_json(recorded)
     others = {row.settings for row in mine} - {settings.digest}
+    note = "; it was decided by other settings then" if others else ""
+    agrees = same if recorded else None
+    if not same and not kept.samples and any(one.rule in module.OF_SCRAPES for one in recorded):
+        agrees = None
+        note = "cannot be decided again: it rests on scrapes, and a watch keeps none"
     return {
         "state": machine.state,
         "receipts": len(receipts),
         "samples": len(kept.samples),
         "transitions": made,
-        "agrees": same if recorded else None,
-        "note": "; it was decided by other settings then" if others else "",
+        "agrees": agrees,
+        "note": note,
     }
 
 

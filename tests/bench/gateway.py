@@ -388,10 +388,9 @@ def show(
             f"{name} {rate / rates['nginx']:.3f}" for name, rate in rates.items() if name != "nginx"
         )
         print(f"throughput per core, nginx = 1: {said}")
-    for name in ("gateway, t", "gateway, s", "litellm"):
-        if "nginx" in rates and name in ttft:
-            base, plain, mine = (ms(ttft[n], 0.5) for n in ("direct", "nginx", name))
-            print(f"added TTFT p50, nginx = 1: {name} {(mine - base) / (plain - base):.1f}")
+    first = {way.name: ms(ttft[way.name], 0.5) for way in ways}
+    said = ", ".join(f"{name} {own / first['direct']:.2f}" for name, own in first.items())
+    print(f"TTFT p50, direct = 1: {said}")
 
 
 if __name__ == "__main__":
