@@ -139,7 +139,7 @@ def open_store(out: Path, *, mode: Literal["read", "write"] = "read") -> Iterato
 
 
 def pick_run(store: Store, run_id: str | None) -> str:
-    """The run asked for (a unique beginning is enough), or the latest.
+    """The run asked for (a unique beginning is enough), or that which was taken up last.
 
     Raises:
         UsageError: there is no such run.

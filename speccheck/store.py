@@ -621,8 +621,12 @@ class Store:
         return clock_ns + self._shifts.get(run_id, 0)
 
     def runs(self) -> list[Run]:
-        """All runs, newest last."""
-        rows = self._rows("SELECT * FROM runs ORDER BY created_at_ns, run_id", [])
+        """All runs, that which a process took up last last."""
+        rows = self._rows(
+            "SELECT * FROM runs ORDER BY coalesce((SELECT max(wall_ns) FROM anchors"
+            " WHERE anchors.run_id = runs.run_id), created_at_ns), created_at_ns, run_id",
+            [],
+        )
         return [_run(row) for row in rows]
 
     def run(self, run_id: str) -> Run:

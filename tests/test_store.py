@@ -681,11 +681,23 @@ def test_a_store_that_is_held_for_a_moment_is_waited_for(path):
     ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "open\n"
-        let_go = threading.Timer(0.3, holder.communicate, ["go on\n"])
+        assert holder.stdin is not None
+        let_go = threading.Timer(0.3, holder.stdin.close)
         let_go.start()
         with results.open_store(path.parent) as store:
             assert store.runs() == []
         let_go.join()
+
+
+def test_runs_stand_in_the_order_in_which_they_were_taken_up(path):
+    """An older run that is gone on with is the latest."""
+    other = replace(RUN, run_id="run-2", created_at_ns=RUN.created_at_ns + 1)
+    with Store.open(path) as store:
+        for run, wall_ns in ((RUN, 10), (other, 20), (RUN, 30)):
+            store.begin_run(run, wall_ns=wall_ns, clock_ns=1)
+            assert store.runs()[-1].run_id == run.run_id
+        assert len(store.runs()) == 2
+        assert results.pick_run(store, None) == RUN.run_id
 
 
 def test_a_missing_store_is_not_made_by_reading(path):
