@@ -27,13 +27,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from speccheck import measure, stats, telemetry
 from speccheck.config import FallbackConfig, Guardrails, Rollout
-from speccheck.errors import ExitCode
+from speccheck.errors import ExitCode, UsageError
 from speccheck.guardrails import ALPHA_FAIL, RULES, RuleLimit, rule_limits
 from speccheck.monitors import AcceptanceMethod, Count, Monitor, Monitors
 from speccheck.records import (
@@ -229,6 +229,9 @@ BEGAN = "speccheck:guard_began"
 LATE = "speccheck:taken_in_late"
 """Series of a mark: a receipt was taken in then and not at its `done_ns`. Label: receipt."""
 
+TAKEN = "speccheck:taken_in"
+"""Series of a mark: a guard took in receipts that it read from a store. Labels: first, last, n."""
+
 
 @dataclass(frozen=True, slots=True)
 class Began:
@@ -237,6 +240,19 @@ class Began:
     at_ns: int
     wall_ns: int
     seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """Receipts that were taken in together, `n` of a run from `first` to `last` as they came in.
+
+    Each at its `done_ns`, but none before `at_ns`, and none before the one ahead of it.
+    """
+
+    at_ns: int
+    first: str
+    last: str
+    n: int
 
 
 def kept_sample(sample: Sample) -> Snapshot:
@@ -258,6 +274,12 @@ def late_mark(receipt_id: str, at_ns: int) -> Snapshot:
     return Snapshot(at_ns, {(LATE, (("receipt", receipt_id),)): 1.0})
 
 
+def taken_mark(taken: Taken) -> Snapshot:
+    """As it is kept among the scrapes."""
+    labels = (("first", taken.first), ("last", taken.last), ("n", str(taken.n)))
+    return Snapshot(taken.at_ns, {(TAKEN, labels): 1.0})
+
+
 @dataclass(frozen=True, slots=True)
 class Kept:
     """What a guard kept beside receipts, so that it can be replayed exactly."""
@@ -267,6 +289,8 @@ class Kept:
     """By route, in order; none where nobody noted it."""
     late: Mapping[str, int]
     """Receipt id -> when it was taken in, where that was later than what the receipts say."""
+    taken: tuple[Taken, ...] = ()
+    """In order; only of a guard that read its receipts from a store."""
 
 
 def kept_of(snapshots: Mapping[Arm, Iterable[Snapshot]]) -> Kept:
@@ -274,8 +298,9 @@ def kept_of(snapshots: Mapping[Arm, Iterable[Snapshot]]) -> Kept:
     samples: list[Sample] = []
     began: dict[str, list[Began]] = {}
     late: dict[str, int] = {}
-    for arm, taken in snapshots.items():
-        for one in taken:
+    taken: list[Taken] = []
+    for arm, scraped in snapshots.items():
+        for one in scraped:
             series = dict(one.samples)
             for name, labels in one.samples:
                 said = dict(labels)
@@ -284,12 +309,15 @@ def kept_of(snapshots: Mapping[Arm, Iterable[Snapshot]]) -> Kept:
                     began.setdefault(said["route"], []).append(mark)
                 elif name == LATE:
                     late[said["receipt"]] = one.taken_ns
+                elif name == TAKEN:
+                    taken.append(Taken(one.taken_ns, said["first"], said["last"], int(said["n"])))
                 else:
                     continue
                 del series[name, labels]
             if series:
                 samples.append(Sample(arm, replace(one, samples=series)))
-    return Kept(tuple(samples), {name: tuple(marks) for name, marks in began.items()}, late)
+    marks = {name: tuple(found) for name, found in began.items()}
+    return Kept(tuple(samples), marks, late, tuple(taken))
 
 
 @dataclass
@@ -327,6 +355,69 @@ class Thinned:
         waiting = after.total(telemetry.WAITING)
         is_short = waiting is None or self.most_queued is None or waiting <= self.most_queued // 2
         return is_short and not telemetry.stalled_for_s([before, after])
+
+
+@dataclass
+class Notes:
+    """When the guards of one process were told what, on the one line of time of a replay.
+
+    Nothing is told for a time before one that was told already, so each receipt and each scrape has
+    the time at which it is found again.
+    """
+
+    most_queued: int | None
+    _thinned: Thinned = field(init=False)
+    _latest_ns: int = 0
+    """When the last of the receipts so far was taken in."""
+    _ticked_ns: int = 0
+    """How far the guards have judged; what comes in later belongs there."""
+    _sampled_ns: int = -1
+    """When the last round of scrapes was taken in."""
+
+    def __post_init__(self) -> None:
+        self._thinned = Thinned(self.most_queued)
+
+    @property
+    def floor_ns(self) -> int:
+        """Before this no receipt is taken in any more."""
+        return max(self._latest_ns, self._ticked_ns)
+
+    def next_ns(self, now_ns: int) -> int:
+        """Now, or the first moment after all that was told."""
+        return max(now_ns, self._ticked_ns, self._latest_ns + 1, self._sampled_ns + 1)
+
+    def began(self, route: str, began: Began) -> Snapshot:
+        """A route's machine is made anew at such a moment; the mark to keep."""
+        self._ticked_ns = max(self._ticked_ns, began.at_ns)
+        self._thinned.begin()
+        return began_mark(route, began)
+
+    def receipt(self, receipt: Receipt) -> tuple[int, bool]:
+        """When a receipt that comes in now is taken in, and whether that is later than it says."""
+        self._latest_ns = max(self._latest_ns, ended_ns(receipt))
+        is_late = self._ticked_ns > self._latest_ns
+        self._latest_ns = self.floor_ns
+        return self._latest_ns, is_late
+
+    def scrapes(self, taken: Sequence[Sample]) -> Sequence[Sample]:
+        """A round of scrapes, one of each arm, as it is to be handed in at each `taken_ns`."""
+        first_ns = max(self.floor_ns, self._sampled_ns + 1)
+        found = [
+            replace(
+                one, snapshot=replace(one.snapshot, taken_ns=max(one.snapshot.taken_ns, first_ns))
+            )
+            for one in taken
+        ]
+        self._sampled_ns = max((s.snapshot.taken_ns for s in found), default=self._sampled_ns)
+        return found
+
+    def worth_keeping(self, samples: Sequence[Sample]) -> Sequence[tuple[Arm, Snapshot]]:
+        """What to keep now that this round was handed in."""
+        return [(sample.arm, kept_sample(sample)) for sample in self._thinned.keep(samples)]
+
+    def ticked(self, now_ns: int) -> None:
+        """All guards were told that it is now."""
+        self._ticked_ns = max(self._ticked_ns, now_ns - GRACE_NS)
 
 
 # --- evidence -----------------------------------------------------------------------------------
@@ -1146,31 +1237,78 @@ def is_fallback(moved: Transition) -> bool:
     )
 
 
+def ended_ns(receipt: Receipt) -> int:
+    """When a receipt is to be handed in: when its request ended, or else was due."""
+    return receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns
+
+
+Timed = Sequence[tuple[int, Receipt]]
+"""Receipts, each with the time at which it was handed in, in order."""
+
+
+def as_arrived(receipts: Iterable[Receipt], late: Mapping[str, int]) -> Timed:
+    """Receipts that were handed in as they came in, some of them later than they say."""
+    found: list[tuple[int, Receipt]] = []
+    latest = 0
+    for receipt in receipts:
+        latest = max(latest, late.get(receipt.receipt_id, ended_ns(receipt)))
+        found.append((latest, receipt))
+    return found
+
+
+def as_taken(receipts: Sequence[Receipt], taken: Iterable[Taken]) -> Timed:
+    """Receipts that were read from a store, of all those that came in there.
+
+    Raises:
+        UsageError: some of them are not here.
+    """
+    places = {receipt.receipt_id: place for place, receipt in enumerate(receipts)}
+    found: list[tuple[int, Receipt]] = []
+    for mark in sorted(taken, key=lambda mark: mark.at_ns):
+        first, last = places.get(mark.first), places.get(mark.last)
+        if first is None or last is None or last - first + 1 != mark.n:
+            raise UsageError(
+                f"the {mark.n} receipts that were taken in together, from {mark.first} to"
+                f" {mark.last}, are not all here: what was decided on them cannot be decided again"
+            )
+        latest = mark.at_ns
+        for receipt in receipts[first : last + 1]:
+            latest = max(latest, ended_ns(receipt))
+            found.append((latest, receipt))
+    return found
+
+
 def replay(
     machine: Machine,
     receipts: Iterable[Receipt],
     samples: Iterable[Sample] = (),
     operated: Iterable[Transition] = (),
     *,
-    late: Mapping[str, int] | None = None,
-    until_ns: int | None = 0,
+    until_ns: int = 0,
 ) -> list[Transition]:
     """The transitions that a machine makes of what was kept; the machine is moved on.
 
     Args:
         machine: new, or restored from what came before.
-        receipts: in the order in which they were handed in.
+        receipts: in the order in which they were handed in, each when it ended.
         samples: with the time at which they were handed in, as `taken_ns`.
         operated: transitions that an operator made meanwhile.
-        late: when a receipt was handed in, where that was later than it and those before it ended.
-        until_ns: how far time went, where that is beyond the last of all these; None: no further.
+        until_ns: how far time went, where that is beyond the last of all these.
     """
+    timed = as_arrived(receipts, {})
+    made, last_ns = _replayed(machine, timed, samples, operated)
+    return made + _passed(machine, max(until_ns, last_ns))
+
+
+def _replayed(
+    machine: Machine,
+    receipts: Timed,
+    samples: Iterable[Sample],
+    operated: Iterable[Transition] = (),
+) -> tuple[list[Transition], int]:
+    """Without what time alone brings after the last of all these; and when that was."""
     events: list[tuple[int, int, Receipt | Sample | Transition]] = []
-    latest, late = 0, late or {}
-    for receipt in receipts:
-        ended_ns = receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns
-        latest = max(latest, late.get(receipt.receipt_id, ended_ns))
-        events.append((latest, 0, receipt))
+    events += [(at, 0, receipt) for at, receipt in receipts]
     events += [(sample.snapshot.taken_ns, 1, sample) for sample in samples]
     events += [(moved.at_ns, 2, moved) for moved in operated]
     events.sort(key=lambda event: event[:2])
@@ -1187,21 +1325,22 @@ def replay(
         while moved is not None:
             made.append(moved)
             moved = machine.tick(0)
-    if until_ns is None:
-        return made
-    end = max(until_ns, events[-1][0] if events else 0) + GRACE_NS + 1
-    while (moved := machine.tick(end)) is not None:
-        made.append(moved)
-    return made
+    return made, events[-1][0] if events else 0
+
+
+def _passed(machine: Machine, until_ns: int) -> list[Transition]:
+    """What time brings, up to and including that moment."""
+    return list(iter(lambda: machine.tick(until_ns + GRACE_NS + 1), None))
 
 
 def replay_all(
     settings: Settings,
     route: str,
     rows: Sequence[tuple[Transition, int]],
-    receipts: Sequence[Receipt],
+    receipts: Timed,
     kept: Kept,
     *,
+    mine: Collection[int],
     until_ns: int,
 ) -> tuple[Machine, list[Transition], bool]:
     """Replay a guard that noted when its machine was made anew: at each start, at each reset.
@@ -1210,8 +1349,9 @@ def replay_all(
         settings: as for `Machine`.
         route: its name.
         rows: all recorded transitions of the route, with their wall clock.
-        receipts: of the run, in the order in which they came in.
+        receipts: of the run, see `as_arrived` and `as_taken`.
         kept: what was noted; of this route at least one `Began`.
+        mine: `seq` of the rows that this guard wrote; others moved the route as well.
         until_ns: how far time went.
 
     Returns:
@@ -1222,12 +1362,6 @@ def replay_all(
     begun = sorted(kept.began[route], key=lambda mark: mark.at_ns)
     ends: list[Began | None] = [*begun[1:], None]
     agrees = True
-    timed: list[tuple[int, Receipt]] = []
-    latest = 0
-    for receipt in receipts:
-        ended_ns = receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns
-        latest = max(latest, kept.late.get(receipt.receipt_id, ended_ns))
-        timed.append((latest, receipt))
     for mark, end in zip(begun, ends, strict=True):
         low, high = mark.at_ns, None if end is None else end.at_ns
 
@@ -1236,18 +1370,24 @@ def replay_all(
 
         before = [row for row in rows if row[0].seq < mark.seq]
         machine = resume(settings, route, before, now_wall_ns=mark.wall_ns, now_ns=mark.at_ns)
-        here = replay(
+        here, last_ns = _replayed(
             machine,
-            [receipt for at, receipt in timed if is_within(at)],
+            [one for one in receipts if is_within(one[0])],
             [sample for sample in kept.samples if is_within(sample.snapshot.taken_ns)],
-            late=kept.late,
-            until_ns=until_ns if end is None else None,
         )
         recorded = [
             row
             for row, _ in rows
-            if row.seq >= mark.seq and (end is None or row.seq < end.seq) and not row.who
+            if row.seq >= mark.seq
+            and (end is None or row.seq < end.seq)
+            and row.seq in mine
+            and not row.who
         ]
+        # How long a machine went on before the next one was made is known from its decisions only.
+        if end is None:
+            here += _passed(machine, max(until_ns, last_ns))
+        elif recorded:
+            here += _passed(machine, recorded[-1].at_ns)
         agrees = agrees and here[: len(recorded)] == recorded
         made += here
     return machine, made, agrees

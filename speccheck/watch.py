@@ -6,6 +6,11 @@ for: each scrape has its timeout, a failed one is kept as such, and the loop goe
 
 A store that another process holds (DuckDB lets one hold a file) is tried again; transitions that
 cannot be written meanwhile wait, and what is still waiting at the end is said.
+
+What is decided with a store is kept there in a run of the watch's own, on the clock of the run
+that it follows: scrapes (`fallback.Thinned`) and when which receipts were taken in
+(`fallback.Notes`), so that `speccheck fallback replay` decides it again. By /metrics alone nothing
+is kept.
 """
 
 from __future__ import annotations
@@ -14,18 +19,19 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from pathlib import Path
 from typing import Literal
 
 import aiohttp
 
-from speccheck import fallback, launch, telemetry
+from speccheck import __version__, fallback, launch, telemetry
 from speccheck.config import Guardrails, Rollout, http_url
 from speccheck.errors import ExitCode, StoreError, UsageError
-from speccheck.fallback import GRACE_NS, Gauge, Machine, Sample
+from speccheck.fallback import GRACE_NS, Began, Gauge, Machine, Notes, Sample, Taken, ended_ns
 from speccheck.hooks import Event, Hooks
-from speccheck.records import GATEWAY, Arm, Receipt, RouteState, Stage, Transition
-from speccheck.store import RecordedTransition, Store
+from speccheck.records import GATEWAY, Arm, Receipt, RouteState, Stage, Transition, digest
+from speccheck.store import RecordedTransition, Run, Store
 from speccheck.telemetry import Snapshot
 
 LIVE = (GATEWAY, Stage.CANARY)
@@ -35,6 +41,13 @@ PAIR = "pair"
 """Name of the one route that is watched where a rollout has several and nobody tells them apart."""
 
 _MOST_UNWRITTEN = 1000
+_MOST_KEPT = 20_000
+"""Scrapes and marks that wait while the store is held."""
+_KEEP_EVERY_S = 10.0
+"""How often they are written where no route moves: writing keeps others out for a moment."""
+
+FOLLOWED = "watch"
+"""In the config of a run: it is a watch's own, of what it observed; the id of the run followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +118,8 @@ class _Receipts:
 
     def find(self, store: Store) -> bool:
         """Look for the live run: that which a process took up last; whether it is another now."""
-        runs = [r for r in store.runs() if r.config["rollout"]["name"] == self.rollout]
+        named = [r for r in store.runs() if r.config["rollout"]["name"] == self.rollout]
+        runs = [r for r in named if FOLLOWED not in r.config]
         live = [r.run_id for r in runs if r.config.get("gateway")] or [r.run_id for r in runs]
         latest = live[-1] if live else ""
         if latest == self.run_id:
@@ -118,12 +132,14 @@ class _Receipts:
         return True
 
     def more(self, store: Store, since_ns: int) -> list[Receipt]:
-        """Those that came in since the last look; at the first, those that ended since a time."""
+        """Those that came in since the last look; at the first, from the first one that ended since
+        a time.
+        """
         if not self.run_id:
             return []
         is_first = self.place < 0
         found, self.place = store.arrived_after(self.run_id, self.place, LIVE)
-        return [r for r in found if _ended_ns(r) >= since_ns] if is_first else found
+        return list(dropwhile(lambda r: ended_ns(r) < since_ns, found)) if is_first else found
 
 
 @dataclass
@@ -142,6 +158,14 @@ class Follower:
     answered: bool = False
     """Whether the speculative server has ever told anything."""
     receipts: _Receipts | None = None
+    unkept: list[tuple[Run, Arm, Snapshot]] = field(default_factory=list)
+    """Scrapes and marks that are not written yet, and the run that they are of."""
+    lost: int = 0
+    """Those that were too many to wait."""
+    _notes: Notes = field(init=False)
+    _run: Run | None = None
+    _begun: set[str] = field(default_factory=set)
+    _kept_s: float = 0.0
 
     def begin(self) -> None:
         """Take up each route where the store says it stands.
@@ -159,8 +183,40 @@ class Follower:
             with self._reading() as store:
                 self.receipts.find(store)
                 rows = store.transitions(w.rollout.name)
+        self._kept_s = time.monotonic()
+        self._follow()
         for name in names:
             self._take_up(name, rows)
+
+    def _follow(self) -> None:
+        """Keep what is observed from here on with the run that is followed now."""
+        w = self.watched
+        self._notes = Notes(w.rollout.fallback.max_queued)
+        if self.receipts is None:
+            return
+        config = {
+            FOLLOWED: self.receipts.run_id,
+            "rollout": w.rollout.model_dump(mode="json", exclude={"gateway"}),
+            "guardrails": w.rules.model_dump(mode="json"),
+            "speccheck": __version__,
+        }
+        self._run = Run(
+            run_id=digest("run", config),
+            created_at_ns=time.time_ns(),
+            seed=w.rollout.seed,
+            corpus_digest="",
+            rules_digest="",
+            config=config,
+        )
+
+    def _keep(self, arm: Arm, snapshot: Snapshot) -> None:
+        """Note what a replay needs, if there is a store."""
+        if self._run is None:
+            return
+        if len(self.unkept) < _MOST_KEPT:
+            self.unkept.append((self._run, arm, snapshot))
+        else:
+            self.lost += 1
 
     def _take_up(self, name: str, rows: Sequence[RecordedTransition]) -> None:
         """A route's machine anew, where the rows of the store say that it stands."""
@@ -168,9 +224,11 @@ class Follower:
         evidence: Literal["metrics", "receipts"] = "metrics" if w.store is None else "receipts"
         settings = fallback.settings_of(w.rollout, w.rules, name, evidence=evidence)
         kept = [(row.transition, row.wall_ns) for row in rows if row.transition.route == name]
-        self.machines[name] = fallback.resume(
-            settings, name, kept, now_wall_ns=time.time_ns(), now_ns=self.clock_ns()
-        )
+        now_wall_ns, now_ns = time.time_ns(), self._notes.next_ns(self.clock_ns())
+        machine = fallback.resume(settings, name, kept, now_wall_ns=now_wall_ns, now_ns=now_ns)
+        self.machines[name] = machine
+        began = Began(now_ns, now_wall_ns, machine.seq)
+        self._keep(Arm.SPECULATIVE, self._notes.began(name, began))
         self.unwritten = [one for one in self.unwritten if one[0].route != name]
         if kept:
             self.why[name] = kept[-1][0].why
@@ -183,6 +241,8 @@ class Follower:
             return
         rows = store.transitions(self.watched.rollout.name)
         is_other = self.receipts.find(store)
+        if is_other:
+            self._follow()
         for name, machine in self.machines.items():
             ours = [moved.seq for moved, _, _ in self.unwritten if moved.route == name]
             written = sum(row.transition.route == name for row in rows)
@@ -209,24 +269,36 @@ class Follower:
             )
 
         arms = list(w.urls)
-        for arm, snapshot in zip(arms, await asyncio.gather(*map(one, arms)), strict=True):
+        taken = await asyncio.gather(*map(one, arms))
+        samples = self._notes.scrapes([Sample(*pair) for pair in zip(arms, taken, strict=True)])
+        for sample in samples:
+            arm, snapshot = sample.arm, sample.snapshot
             before = self.last.get(arm)
             self.last[arm] = (snapshot, None if before is None else before[0])
             self.answered |= arm is Arm.SPECULATIVE and snapshot.failure is None
             for machine in self.machines.values():
-                self._moved(machine.telemetry(Sample(arm, snapshot), self.clock_ns()))
+                self._moved(machine.telemetry(sample, snapshot.taken_ns))
+        for of, kept in self._notes.worth_keeping(samples):
+            self._keep(of, kept)
         self._take_receipts()
         # By /metrics alone there are no receipts to wait for.
-        ahead = GRACE_NS + 1 if w.store is None else 0
+        now_ns = self.clock_ns() + (GRACE_NS + 1 if w.store is None else 0)
         for machine in self.machines.values():
-            while self._moved(machine.tick(self.clock_ns() + ahead)):
+            while self._moved(machine.tick(now_ns)):
                 pass
+        self._notes.ticked(now_ns)
+        if self.unwritten or time.monotonic() >= self._kept_s + _KEEP_EVERY_S:
+            self._write()
+
+    def end(self) -> None:
+        """Write what waits, once more."""
         self._write()
 
     def _take_receipts(self) -> None:
         if self.receipts is None:
             return
-        self._write()  # before another one's rows are taken for newer than ours
+        if self.unwritten:  # before another one's rows are taken for newer than ours
+            self._write()
         try:
             with self._reading() as store:
                 self._adopt(store)
@@ -237,8 +309,12 @@ class Follower:
             self.note = f"no receipts: {error}"
             return
         self.note = ""
+        if found:
+            ids = found[0].receipt_id, found[-1].receipt_id
+            mark = fallback.taken_mark(Taken(self._notes.floor_ns, *ids, len(found)))
+            self._keep(Arm.SPECULATIVE, mark)
         for receipt in found:
-            at = _ended_ns(receipt)
+            at, _ = self._notes.receipt(receipt)
             for machine in self.machines.values():
                 moved = machine.observe(receipt, at)
                 while self._moved(moved):
@@ -264,26 +340,42 @@ class Follower:
         return True
 
     def _write(self) -> None:
-        """Keep the rows that wait, if the store lets us."""
+        """Keep what waits, if the store lets us: first what transitions rest on, then these."""
         path = self.watched.store
-        if not self.unwritten or path is None:
+        if path is None or self._run is None or not (self.unwritten or self.unkept):
             return
-        run_id = "" if self.receipts is None else self.receipts.run_id
         try:
             with Store.open(path) as store:
+                self._begin_runs(store)
+                for run in {run.run_id: run for run, _, _ in self.unkept}.values():
+                    for arm in Arm:
+                        mine = [x for of, a, x in self.unkept if of is run and a is arm]
+                        store.append_samples(run.run_id, arm, mine)
+                self.unkept, self._kept_s = [], time.monotonic()
                 while self.unwritten:
                     moved, wall_ns, settings = self.unwritten[0]
                     store.append_transition(
                         self.watched.rollout.name,
                         moved,
-                        run_id=run_id,
+                        run_id=self._run.run_id,
                         wall_ns=wall_ns,
                         settings=settings,
                     )
                     del self.unwritten[0]
         except StoreError as error:
-            self.note = f"{len(self.unwritten)} transitions are not written: {error}"
+            waits = f"{len(self.unwritten)} transitions" if self.unwritten else "what was seen"
+            self.note = f"{waits} not written: {error}"
             del self.unwritten[:-_MOST_UNWRITTEN]
+
+    def _begin_runs(self, store: Store) -> None:
+        """Those of ours that this process has not begun yet. Their clock is that of the run that
+        is followed, whatever ours was since the machine was started.
+        """
+        waiting = [run for run, _, _ in self.unkept]
+        for run in waiting if self._run is None else [*waiting, self._run]:
+            if run.run_id not in self._begun:
+                store.begin_run(run, wall_ns=time.time_ns(), clock_ns=self.clock_ns())
+                self._begun.add(run.run_id)
 
     def view(self) -> View:
         """What is seen now."""
@@ -315,10 +407,6 @@ class Follower:
         code = fallback.exit_code(states)
         is_blind = not self.answered and code is ExitCode.PASS
         return ExitCode.COULD_NOT_JUDGE if is_blind else code
-
-
-def _ended_ns(receipt: Receipt) -> int:
-    return receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns
 
 
 def _server_view(arm: Arm, now: Snapshot, before: Snapshot | None) -> ServerView:

@@ -312,7 +312,8 @@ def test_receipts_of_a_store_are_followed_and_its_rows_outlive_the_watch(pair, s
     assert moved.rule in ("max_error_rate", "max_engine_error_rate")
     with Store.read(store) as opened:
         (row,) = opened.transitions("watched", "chat")
-        assert (row.transition, row.run_id) == (moved, "run-1")
+        assert row.transition == moved
+        assert opened.run(row.run_id).config["watch"] == "run-1"
         assert opened.verify() == []
     again = Watch(pair, store, cool_down_s=600)
     assert again.state is RouteState.FELL_BACK
@@ -477,6 +478,66 @@ def test_status_replay_and_reset_from_a_store(store):
         invoke("reset", "chat", "--reason", "again", *out)
     with pytest.raises(UsageError, match="no route 'nope'"):
         invoke("reset", "nope", "--reason", "x", *out)
+
+
+def replayed(path: Path, *more: str) -> tuple[int, dict[str, Any]]:
+    code, text = invoke("replay", "--json", "--out", str(path.parent), *more)
+    assert text == invoke("replay", "--json", "--out", str(path.parent), *more)[1]
+    return code, json.loads(text)
+
+
+def test_what_a_watch_decided_from_gauges_is_decided_again(pair, store):
+    """Stuck, dead, well again, in two processes' lives: each move as recorded."""
+    watch = Watch(pair, store)
+    watch.looks(3)
+    pair[SPEC].tell("stuck")
+    watch.until(lambda: watch.state is RouteState.FELL_BACK)
+    pair[SPEC].tell("well")
+    watch.until(lambda: watch.state is RouteState.PROBATION)
+    watch.follower.end()
+    again = Watch(pair, store)
+    again.looks(3)
+    pair[SPEC].kill()
+    again.until(lambda: again.state is RouteState.FELL_BACK)
+    pair[SPEC].start()
+    again.until(lambda: again.state is RouteState.PROBATION)
+    again.follower.end()
+    moved = [m.rule for m in (*watch.moved, *again.moved)]
+    assert moved == ["max_stall_s", "cool_down", "max_unreachable_s", "cool_down"]
+    code, told = replayed(store)
+    (route,) = told["routes"]
+    assert route["agrees"] is True
+    assert [one["rule"] for one in route["transitions"]] == moved
+    assert code == ExitCode.INCONCLUSIVE
+
+
+def test_what_a_watch_decided_from_receipts_that_came_late_is_decided_again(pair, store):
+    """Handed in long after they ended, between scrapes, in portions, beside an operator's reset."""
+    watch = Watch(pair, store, cool_down_s=600)
+    watch.looks(3)
+    first = time.perf_counter_ns()
+    watch.until(lambda: time.perf_counter_ns() > first + 2 * S)
+    for portion in range(4):
+        numbers = range(5 * portion, 5 * portion + 5)
+        grow(store, [live(i, first + i, completion_tokens=2, **DEAD) for i in numbers])
+        watch.looks(1)
+    watch.until(lambda: bool(watch.moved) and not watch.follower.unwritten)
+    assert invoke("reset", "chat", "--reason", "mended", "--out", str(store.parent))[0] == 0
+    watch.looks(1)
+    now = time.perf_counter_ns()
+    grow(store, [live(i, now + i, completion_tokens=2, **DEAD) for i in range(20, 40)])
+    watch.until(lambda: len(watch.moved) == 2 and not watch.follower.unwritten)
+    watch.follower.end()
+    _, told = replayed(store)
+    (route,) = told["routes"]
+    assert route["agrees"] is True
+    assert route["receipts"] == 40
+    assert [one["after"] for one in route["transitions"]] == ["fell_back", "fell_back"]
+    # The live run has no decisions of its own.
+    _, told = replayed(store, "--run", "run-1")
+    assert told["routes"][0]["agrees"] is None
+    with Store.read(store) as opened:
+        assert opened.verify() == []
 
 
 def test_a_replay_of_other_receipts_says_so(store):

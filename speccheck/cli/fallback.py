@@ -169,25 +169,33 @@ def _replayed(
     from speccheck import fallback as module
     from speccheck.records import Arm, to_json
     from speccheck.store import read_receipts
-    from speccheck.watch import LIVE
+    from speccheck.watch import FOLLOWED, LIVE
 
     settings = module.settings_of(rollout, rules, route)
     rows = store.transitions(run.config["rollout"]["name"], route)
     mine = [row for row in rows if row.run_id == run.run_id]
     if file is None:
-        receipts, _ = store.arrived_after(run.run_id, -1, LIVE)
+        source = run.config.get(FOLLOWED, run.run_id)
+        receipts, _ = store.arrived_after(source, -1, LIVE)
     else:
         receipts = read_receipts(file)
     kept = module.kept_of({arm: store.snapshots(run.run_id, arm) for arm in Arm})
     recorded = [row.transition for row in mine]
     until_ns = recorded[-1].at_ns if recorded else 0
     if route in kept.began:
+        timed = (
+            module.as_taken(receipts, kept.taken)
+            if FOLLOWED in run.config
+            else module.as_arrived(receipts, kept.late)
+        )
+        receipts = [receipt for _, receipt in timed]
         machine, made, same = module.replay_all(
             settings,
             route,
             [(row.transition, row.wall_ns) for row in rows],
-            receipts,
+            timed,
             kept,
+            mine={row.transition.seq for row in mine},
             until_ns=until_ns,
         )
     else:

@@ -42,7 +42,8 @@ _QUIET_S = 60.0
     "--out",
     type=PATH,
     default=None,
-    help="Folder with a receipts.duckdb: judge by its live receipts, keep transitions there.",
+    help="Folder with a receipts.duckdb: judge by its live receipts, keep transitions there, and"
+    " what they rest on. Without it nothing is kept, so nothing can be replayed.",
 )
 @click.option(
     "--interval",
@@ -129,10 +130,17 @@ def watch(
     except KeyboardInterrupt:
         pass  # the way in which a watch ends
     finally:
+        follower.end()
         telling.close()
     code = follower.exit_code()
     if follower.unwritten:
         screen.problem(f"{len(follower.unwritten)} transitions were not written: {follower.note}")
+    unkept = follower.lost + len(follower.unkept)
+    if unkept:
+        screen.problem(
+            f"{unkept} scrapes and marks were not kept, so `speccheck fallback replay` may decide"
+            f" otherwise: {follower.note or 'too many had to wait for the store'}"
+        )
     with reader_may_leave():
         screen.end(code)
     return code

@@ -20,7 +20,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -90,18 +90,14 @@ class Parent:
     """The last transition of each route that had one."""
     restarts: int = 0
     queued: int | None = None
-    _latest_ns: int = 0
-    """When the last of the receipts so far ended."""
-    _ticked_ns: int = 0
-    """How far the guards have judged; what comes in later belongs there."""
     _board: Board | None = None
     _told: str = ""
-    _thinned: fallback.Thinned = field(init=False)
+    _notes: fallback.Notes = field(init=False)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _all_ready: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self._thinned = fallback.Thinned(self.rollout.fallback.max_queued)
+        self._notes = fallback.Notes(self.rollout.fallback.max_queued)
 
     # -- deciding ---------------------------------------------------------------------------------
 
@@ -147,11 +143,8 @@ class Parent:
         """A receipt came in: for the store, and for the guards of all routes that it concerns."""
         receipt, _ = item
         self.writer.put(item, n_bytes)
-        ended_ns = receipt.scheduled_ns if receipt.done_ns is None else receipt.done_ns
-        self._latest_ns = max(self._latest_ns, ended_ns)
-        at = max(self._latest_ns, self._ticked_ns)
-        if at > self._latest_ns:
-            self._latest_ns = at
+        at, is_late = self._notes.receipt(receipt)
+        if is_late:
             mark = fallback.late_mark(receipt.receipt_id, at)
             self.writer.put_sample(Arm.SPECULATIVE, mark)
         for name, machine in self.machines.items():
@@ -184,7 +177,6 @@ class Parent:
                 machine.settings, name, kept, now_wall_ns=now_wall_ns, now_ns=now_ns
             )
             self.last[name] = kept[-1][0]
-            self._thinned.begin()
             self.begin(name, now_wall_ns, now_ns)
             self.say(f"{name}: {self.machines[name].state}, moved by somebody else")
         self.publish()
@@ -192,8 +184,7 @@ class Parent:
     def begin(self, name: str, wall_ns: int, clock_ns: int) -> None:
         """Note that a route's machine was made anew, so that it can be replayed."""
         began = fallback.Began(clock_ns, wall_ns, self.machines[name].seq)
-        self._ticked_ns = max(self._ticked_ns, clock_ns)
-        self.writer.put_sample(Arm.SPECULATIVE, fallback.began_mark(name, began))
+        self.writer.put_sample(Arm.SPECULATIVE, self._notes.began(name, began))
 
     def reload(self) -> None:
         """Read the policy anew; a wrong one changes nothing."""
@@ -363,7 +354,7 @@ class Parent:
                     await asyncio.gather(*(self._scrape(session, arm) for arm in self.pair))
                 )
                 now_ns = time.perf_counter_ns()
-                self._ticked_ns = now_ns - fallback.GRACE_NS
+                self._notes.ticked(now_ns)
                 for machine in self.machines.values():
                     while self._moved(machine.tick(now_ns)):
                         pass
@@ -372,19 +363,17 @@ class Parent:
 
     def take_scrapes(self, snapshots: Sequence[telemetry.Snapshot]) -> None:
         """A look at both servers: for the guards, and for the store where it says anything new."""
-        first_ns = max(self._latest_ns, self._ticked_ns)
-        samples = [
-            fallback.Sample(arm.arm, replace(one, taken_ns=max(one.taken_ns, first_ns)))
-            for arm, one in zip(self.pair, snapshots, strict=True)
-        ]
+        samples = self._notes.scrapes(
+            [fallback.Sample(arm.arm, one) for arm, one in zip(self.pair, snapshots, strict=True)]
+        )
         for sample in samples:
             if sample.arm is Arm.SPECULATIVE:
                 waiting = sample.snapshot.total(telemetry.WAITING)
                 self.queued = None if waiting is None else int(waiting)
             for machine in self.machines.values():
                 self._moved(machine.telemetry(sample, sample.snapshot.taken_ns))
-        for sample in self._thinned.keep(samples):
-            self.writer.put_sample(sample.arm, fallback.kept_sample(sample))
+        for of, kept in self._notes.worth_keeping(samples):
+            self.writer.put_sample(of, kept)
 
     async def _scrape(
         self, session: aiohttp.ClientSession, arm: ArmDescription
