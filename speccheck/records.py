@@ -95,6 +95,9 @@ PROBE = "probe"
 GATEWAY = "gateway"
 """`stage` of the receipts of live traffic that went through the gateway: nobody planned it."""
 
+FOLLOWED = "watch"
+"""In the config of a run: it is a watch's own, of what it observed; the id of the run followed."""
+
 
 class Action(StrEnum):
     """What is decided for a route."""

@@ -29,6 +29,7 @@ from speccheck.grading.blind import PreferenceSummary, summarise
 from speccheck.quality import CaseStatus
 from speccheck.records import (
     CALIBRATION,
+    FOLLOWED,
     PROBE,
     Action,
     Answer,
@@ -141,10 +142,26 @@ def open_store(out: Path, *, mode: Literal["read", "write"] = "read") -> Iterato
 def pick_run(store: Store, run_id: str | None) -> str:
     """The run asked for (a unique beginning is enough), or that which was taken up last.
 
+    A watch's own run has no receipts to show: it is found only by its id, see `pick_guarded`.
+
     Raises:
         UsageError: there is no such run.
     """
-    known = [run.run_id for run in store.runs()]
+    runs = store.runs()
+    shown = runs if run_id is not None else [run for run in runs if FOLLOWED not in run.config]
+    return _pick(store, [run.run_id for run in shown], run_id)
+
+
+def pick_guarded(store: Store, run_id: str | None) -> str:
+    """As `pick_run`, of all runs whose guards may have decided on live routes: a watch's as well.
+
+    Raises:
+        UsageError: there is no such run.
+    """
+    return _pick(store, [run.run_id for run in store.runs()], run_id)
+
+
+def _pick(store: Store, known: Sequence[str], run_id: str | None) -> str:
     found = [known_id for known_id in known if run_id is None or known_id.startswith(run_id)]
     if not found or (run_id is not None and len(found) > 1):
         several = f"{len(found)} runs begin with {run_id!r}"

@@ -30,7 +30,16 @@ from speccheck.config import Guardrails, Rollout, http_url
 from speccheck.errors import ExitCode, StoreError, UsageError
 from speccheck.fallback import GRACE_NS, Began, Gauge, Machine, Notes, Sample, Taken, ended_ns
 from speccheck.hooks import Event, Hooks
-from speccheck.records import GATEWAY, Arm, Receipt, RouteState, Stage, Transition, digest
+from speccheck.records import (
+    FOLLOWED,
+    GATEWAY,
+    Arm,
+    Receipt,
+    RouteState,
+    Stage,
+    Transition,
+    digest,
+)
 from speccheck.store import RecordedTransition, Run, Store
 from speccheck.telemetry import Snapshot
 
@@ -45,9 +54,6 @@ _MOST_KEPT = 20_000
 """Scrapes and marks that wait while the store is held."""
 _KEEP_EVERY_S = 10.0
 """How often they are written where no route moves: writing keeps others out for a moment."""
-
-FOLLOWED = "watch"
-"""In the config of a run: it is a watch's own, of what it observed; the id of the run followed."""
 
 
 @dataclass(frozen=True, slots=True)

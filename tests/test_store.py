@@ -908,3 +908,13 @@ def test_a_bug_in_our_sql_keeps_its_traceback(store):
     """Only what the user can mend becomes a StoreError."""
     with pytest.raises(duckdb.BinderException):
         store._rows("SELECT nope FROM runs", [])
+
+
+def test_a_watchs_own_run_is_no_run_to_show_receipts_of(tmp_path):
+    """Commands on receipts pass it over unless it is named; those on guards do not."""
+    with Store.open(tmp_path / "receipts.duckdb") as store:
+        store.begin_run(RUN, wall_ns=2_000, clock_ns=1)
+        watched = Run("seen", 3_000, 7, "", "", {"watch": "run-1"})
+        store.begin_run(watched, wall_ns=3_000, clock_ns=1)
+        assert results.pick_run(store, None) == "run-1"
+        assert results.pick_run(store, "seen") == results.pick_guarded(store, None) == "seen"

@@ -554,8 +554,8 @@ def test_a_replay_of_other_receipts_says_so(store):
     assert "NOT as recorded; it was decided by other settings then" in said
 
 
-def test_what_a_watch_decided_by_scrapes_is_not_called_wrong(store):
-    """It keeps none: its replay says that, not that the store was tampered with."""
+def test_what_a_watch_without_kept_scrapes_decided_is_not_called_wrong(store):
+    """As those of before did: its replay says that, not that the store was tampered with."""
     out = ("--out", str(store.parent))
     moved = Transition(
         route="chat",
@@ -579,7 +579,7 @@ def test_what_a_watch_decided_by_scrapes_is_not_called_wrong(store):
     code, said = invoke("replay", *out)
     assert code == 0
     assert "NOT" not in said
-    assert "it rests on scrapes, and a watch keeps none" in said
+    assert "it rests on scrapes, and none were kept in this run" in said
 
 
 def test_a_view_fits_a_terminal_of_80_columns(pair):

@@ -29,7 +29,9 @@ out_option = click.option(
     show_default=True,
     help="Folder of the gateway, or of a run that is watched: it holds receipts.duckdb.",
 )
-run_option = click.option("--run", "run_id", default=None, help="Run id; the latest otherwise.")
+run_option = click.option(
+    "--run", "run_id", default=None, help="Run id; otherwise the one that was taken up last."
+)
 
 
 @click.group()
@@ -61,7 +63,7 @@ def fallback_status(out: Path, run_id: str | None, as_json: bool) -> int:  # noq
     from speccheck.records import RouteState
 
     with results.open_store(out) as store:
-        run = store.run(results.pick_run(store, run_id))
+        run = store.run(results.pick_guarded(store, run_id))
         name = run.config["rollout"]["name"]
         kept = store.transitions(name)
     routes = dict.fromkeys(_routes(run), RouteState.ENABLED)
@@ -111,10 +113,10 @@ def fallback_replay(
 
     And from what operators did. The same receipts and settings give the same
     decisions, byte for byte. Where the store has transitions of the run, each
-    route says whether these are the same ones; what `speccheck watch` decided
-    by scrapes, which it does not keep, cannot be decided again. Exit code: 0
-    routes end enabled, 1 one fell back or is off, 3 one is on probation, 4 the
-    replay and the store do not agree.
+    route says whether these are the same ones. A `speccheck watch` with --out
+    keeps its scrapes in a run of its own; without it nothing is kept, and what
+    it decided cannot be decided again. Exit code: 0 routes end enabled, 1 one fell back or is off,
+    3 one is on probation, 4 the replay and the store do not agree.
 
     \b
     Example:
@@ -122,10 +124,10 @@ def fallback_replay(
     """
     from speccheck import fallback as module
     from speccheck import results
-    from speccheck.records import to_json
+    from speccheck.records import FOLLOWED, to_json
 
     with results.open_store(out) as store:
-        run = store.run(results.pick_run(store, run_id))
+        run = store.run(results.pick_guarded(store, run_id))
         settings, rules = _files(rollout, run)
         names = _routes(run) if route is None else [route]
         if route is not None and route not in _routes(run):
@@ -142,6 +144,9 @@ def fallback_replay(
             ]
             print_json({"run_id": run.run_id, "exit_code": int(code), "routes": told})
         else:
+            if FOLLOWED in run.config:
+                followed = run.config[FOLLOWED] or "no run"
+                click.echo(f"by a watch of {followed} ({run.run_id})")
             for name, one in found.items():
                 _print_replay(name, one)
     return code
@@ -167,9 +172,9 @@ def _replayed(
 ) -> dict[str, Any]:
     """What a route's guard decides on what was kept, and whether that is what the store says."""
     from speccheck import fallback as module
-    from speccheck.records import Arm, to_json
+    from speccheck.records import FOLLOWED, Arm, to_json
     from speccheck.store import read_receipts
-    from speccheck.watch import FOLLOWED, LIVE
+    from speccheck.watch import LIVE
 
     settings = module.settings_of(rollout, rules, route)
     rows = store.transitions(run.config["rollout"]["name"], route)
@@ -222,7 +227,7 @@ def _replayed(
     agrees = same if recorded else None
     if not same and not kept.samples and any(one.rule in module.OF_SCRAPES for one in recorded):
         agrees = None
-        note = "cannot be decided again: it rests on scrapes, and a watch keeps none"
+        note = "cannot be decided again: it rests on scrapes, and none were kept in this run"
     return {
         "state": machine.state,
         "receipts": len(receipts),
@@ -253,7 +258,7 @@ def fallback_reset(route: str, reason: str, out: Path, run_id: str | None) -> in
     from speccheck import results
 
     with results.open_store(out, mode="write") as store:
-        run = store.run(results.pick_run(store, run_id))
+        run = store.run(results.pick_guarded(store, run_id))
         name = run.config["rollout"]["name"]
         known = [*_routes(run), *{row.transition.route for row in store.transitions(name)}]
         if route not in known:
