@@ -17,6 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -435,10 +436,14 @@ def wait_ready(
     timeout_s: float,
     say: Callable[[str], None],
 ) -> None:
-    """Until /health answers 200; `say` is told every ten seconds what the log says.
+    """Until its own /health answers 200; `say` is told every ten seconds what the log says.
+
+    A stranger that took the port between our look at it and the server's start would answer, too,
+    and may serve a model of the same name; so the one that listens must be a process of ours.
 
     Raises:
-        EngineError: the server ended, or is not ready in time; with its log's reason.
+        EngineError: the server ended, or is not ready in time, with its log's reason; or somebody
+            else listens on its port.
     """
     began = said = time.monotonic()
     while True:
@@ -446,10 +451,17 @@ def wait_ready(
             raise EngineError(f"{arm} server: ended at start with code {code}{reason(log_path)}")
         try:
             with urllib.request.urlopen(f"{url}/health", timeout=5) as reply:  # noqa: S310
-                if reply.status == 200:
-                    return
+                is_answered = reply.status == 200
         except (OSError, http.client.HTTPException):
-            pass  # not listening yet: what the loop waits for
+            is_answered = False  # not listening yet: what the loop waits for
+        if is_answered and process.poll() is None:
+            port = int(url.rpartition(":")[2])
+            if _listens(process.pid, port):
+                return
+            raise EngineError(
+                f"{arm} server: another process listens on port {port} and answers in its place;"
+                f" end that one, name another port under vllm.ports, or write 0 for any"
+            )
         now = time.monotonic()
         if now - began > timeout_s:
             raise EngineError(
@@ -460,6 +472,31 @@ def wait_ready(
             said = now
             say(f"  {arm} server, {now - began:.0f} s: {_last_line(log_path)}")
         time.sleep(_POLL_S)
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether a process, or one that it started, listens on a port of this machine (Linux)."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(FileNotFoundError):  # a kernel without IPv6
+            for line in Path(f"/proc/net/{table}").read_text("ascii").splitlines()[1:]:
+                _, local, _, state, *_, inode = line.split()[:10]
+                if state == _LISTENS and int(local.rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{inode}]")
+    family = [pid]
+    for one in family:
+        with suppress(OSError):  # it has just ended
+            for task in Path(f"/proc/{one}/task").iterdir():
+                family += map(int, (task / "children").read_text("ascii").split())
+            for opened in Path(f"/proc/{one}/fd").iterdir():
+                with suppress(OSError):  # closed meanwhile
+                    if str(opened.readlink()) in sockets:
+                        return True
+    return False
+
+
+_LISTENS = "0A"
+"""TCP_LISTEN in /proc/net/tcp."""
 
 
 def reason(log_path: Path) -> str:

@@ -9,6 +9,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import urllib.request
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +22,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_vllm import alive, eventually
 
-from speccheck import context, launch, plan, results, stages
+from speccheck import context, launch, plan, results, stages, vllm
 from speccheck.config import Rollout, package_dir
 from speccheck.console import Reporter
 from speccheck.errors import EngineError, UsageError
@@ -105,6 +107,20 @@ def test_an_error_while_both_servers_run_is_itself(tmp_path):
         launch.arms(rollout(tmp_path), tmp_path / "logs", say=lambda _text: None),
     ):
         raise EngineError(said)
+
+
+def test_a_strangers_answer_is_not_taken_for_the_servers(tmp_path):
+    """Who took the port in between serves the same model and says that it is well: an error."""
+    with launch.arms(rollout(tmp_path), tmp_path / "other", say=lambda _text: None) as strangers:
+        url = strangers.speculative.url
+        assert answers(url)
+        # Ours, which has not come to listen yet, and never will.
+        ours = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=-1)
+        try:
+            with pytest.raises(EngineError, match=r"another process listens on port \d+"):
+                vllm.wait_ready(ours, Arm.SPECULATIVE, url, tmp_path / "log", 60, print)
+        finally:
+            ours.communicate()
 
 
 def test_in_turns(tmp_path):

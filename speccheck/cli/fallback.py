@@ -115,8 +115,9 @@ def fallback_replay(
     decisions, byte for byte. Where the store has transitions of the run, each
     route says whether these are the same ones. A `speccheck watch` with --out
     keeps its scrapes in a run of its own; without it nothing is kept, and what
-    it decided cannot be decided again. Exit code: 0 routes end enabled, 1 one fell back or is off,
-    3 one is on probation, 4 the replay and the store do not agree.
+    it decided cannot be decided again. Exit code: 0 routes end enabled, 1 one
+    fell back or is off, 3 one is on probation, 4 the replay and the store do not
+    agree.
 
     \b
     Example:
