@@ -260,6 +260,7 @@ def sweep_servers(
     for config in configs.values():
         EngineSettings.parse(_embedded_settings(rollout, config))  # before anything is started
     processes: list[subprocess.Popen[str]] = []
+    logs: list[Path] = []
     found: dict[str, dict[int, ArmDescription]] = {"k": {}, "lookup": {}}
     pids: dict[str, int] = {}
     try:
@@ -269,9 +270,11 @@ def sweep_servers(
             log = log_dir / f"sweep-{kind}{k}.log"
             process, url = _start_embedded(rollout, arm, config, log)
             processes.append(process)
+            logs.append(log)
             pids[url] = process.pid
             found[kind][k] = _describe(arm, url, None, None)
-        yield SweepServers(found["k"], found["lookup"], pids)
+        with _ends_are_told(list(zip(processes, logs, strict=True))):
+            yield SweepServers(found["k"], found["lookup"], pids)
     finally:
         _stop(processes)
 
@@ -313,9 +316,11 @@ def draft(rollout: Rollout, log_dir: Path) -> Iterator[ArmDescription | None]:
     alone = rollout.model_copy(
         update={"embedded": rollout.embedded.model_copy(update={"model": folder})}
     )
-    process, url = _start_embedded(alone, "draft", None, log_dir / "draft.log")
+    log = log_dir / "draft.log"
+    process, url = _start_embedded(alone, "draft", None, log)
     try:
-        yield _describe(Arm.TARGET_ONLY, url, None, None)
+        with _ends_are_told([(process, log)]):
+            yield _describe(Arm.TARGET_ONLY, url, None, None)
     finally:
         _stop([process])
 
@@ -541,11 +546,13 @@ def _in_turns(
         arm: f"http://127.0.0.1:{port}" for arm, port in zip(wanted, (first, second), strict=True)
     }
     jobs: dict[Arm, _VllmJob] = {}
+    running: list[tuple[subprocess.Popen[str], Path]] = []
     starts = 0
 
     def start(arm: Arm) -> subprocess.Popen[str]:
         nonlocal starts
         starts += 1
+        running.clear()  # we stopped that one ourselves
         jobs[arm] = _VllmJob(servers, arm, wanted[arm], log_dir / f"{arm}-{starts}.log")
         say(f"  {arm} takes its turn")
         process, url = vllm.start(installed, servers, arm, wanted[arm], jobs[arm].log_path)
@@ -555,6 +562,7 @@ def _in_turns(
         except BaseException:
             _stop([process], vllm.STOP_TIMEOUT_S)
             raise
+        running.append((process, jobs[arm].log_path))
         return process
 
     turns = Turns(start)
@@ -563,7 +571,8 @@ def _in_turns(
         for arm in (Arm.SPECULATIVE, Arm.TARGET_ONLY):  # the first drive begins with target-only
             turns.take(arm)
             found[arm] = _describe_vllm(rollout, installed, jobs[arm], urls[arm])
-        yield Arms(found[Arm.TARGET_ONLY], found[Arm.SPECULATIVE], None, turns)
+        with _ends_are_told(running):
+            yield Arms(found[Arm.TARGET_ONLY], found[Arm.SPECULATIVE], None, turns)
     finally:
         turns.stop()
 

@@ -78,6 +78,21 @@ def our_children() -> set[int]:
     return {int(pid) for one in threads for pid in (one / "children").read_text().split()}
 
 
+def test_a_server_that_dies_in_its_turn_is_named(tmp_path):
+    """The one that runs; the other one we stopped ourselves."""
+    before = our_children()
+
+    def a_run() -> None:
+        pair_of = rollout(tmp_path, layout="alternate")
+        with launch.arms(pair_of, tmp_path / "logs", say=lambda _text: None) as pair:
+            os.kill(serving(max(our_children() - before)), signal.SIGKILL)
+            assert eventually(lambda: not answers(pair.target_only.url))
+            raise EngineError("20 attempts in a row could not connect")
+
+    with pytest.raises(EngineError, match=r"^target_only-2 server: ended in mid-run with signal 9"):
+        a_run()
+
+
 @pytest.mark.parametrize("engine", ["vllm", "embedded"])
 def test_a_server_that_dies_in_mid_run_is_named(tmp_path, engine):
     """Not that nobody can connect to it, but how it ended and what its log says last."""
