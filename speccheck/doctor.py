@@ -39,7 +39,8 @@ def examine(path: Path | None, python: str | None) -> list[Check]:
         except SpeccheckError as error:
             checks.append(Check("rollout", "bad", str(error)))
         else:
-            text = f"{len(loaded.routes)} routes, {len(corpus.prompts)} prompts"
+            n = len(loaded.routes)
+            text = f"{n} route{'' if n == 1 else 's'}, {len(corpus.prompts)} prompts"
             checks = [Check("rollout", "ok", text), *_rollout(loaded)]
             python = python or loaded.vllm.python
     found = launch.machine()

@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,19 +152,23 @@ class Job:
     folder: Path
     told: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
+    meanwhile: Callable[[], None] = lambda: None
+    """Called now and then while a command runs."""
 
     def speccheck(self, *arguments: str, timeout_s: float = 1500) -> subprocess.CompletedProcess:
         """A command, its progress on our standard error."""
         print(f"  $ speccheck {' '.join(arguments)}", flush=True)
         begun = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "speccheck", *arguments],
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-            timeout=timeout_s,
-        )
+        command = [sys.executable, "-m", "speccheck", *arguments]
+        with tempfile.TemporaryFile("w+") as told:
+            process = subprocess.Popen(command, cwd=self.folder, stdout=told)
+            while (code := process.poll()) is None:
+                self.meanwhile()
+                time.sleep(0.5)
+                if time.monotonic() - begun > timeout_s:
+                    process.kill()
+            told.seek(0)
+            done = subprocess.CompletedProcess(command, code, told.read())
         self.seconds = time.monotonic() - begun
         print(f"    exit code {done.returncode}, {self.seconds:.0f} s", flush=True)
         return done
@@ -210,19 +214,34 @@ def write(
     return job
 
 
+def is_up(log: Path) -> bool:
+    """Whether a vLLM that writes there takes requests."""
+    return "Application startup complete" in log.read_text(encoding="utf-8", errors="replace")
+
+
 class Servers:
     """Target-only, draft_model and ngram, all with the plugin, started together."""
 
     def __init__(self, python: str, folder: Path) -> None:
+        self.python, self.folder = python, folder
+        self.started: dict[str, tuple[subprocess.Popen[str], str, Arm, Path]] = {}
+
+    def start_beside(self, others: Path) -> None:
+        """Start them once the servers that log in a folder are ready, and leave time to spare."""
+        logs = list(others.glob("*.log"))
+        if not self.started and len(logs) == 2 and all(is_up(log) for log in logs):
+            self.start()
+
+    def start(self) -> None:
+        """Start them; `urls` waits until they are ready."""
         path = os.pathsep.join(
             filter(None, (str(ROOT / "tests/vllm_plugin"), os.environ.get("PYTHONPATH")))
         )
         servers = VllmServers(args=ARGS, env=ENV | {"PYTHONPATH": path})
-        installed = vllm.require(python)
-        self.started: dict[str, tuple[subprocess.Popen[str], str, Arm, Path]] = {}
+        installed = vllm.require(self.python)
         for name, speculation in (("target", None), ("draft_model", DRAFT_MODEL), ("ngram", NGRAM)):
             arm = Arm.TARGET_ONLY if speculation is None else Arm.SPECULATIVE
-            log = folder / f"{name}.log"
+            log = self.folder / f"{name}.log"
             self.started[name] = (
                 *vllm.start(installed, servers, arm, speculation, log),
                 arm,
@@ -231,6 +250,8 @@ class Servers:
 
     def urls(self) -> dict[str, str]:
         """By name, once all are ready."""
+        if not self.started:
+            self.start()
         for process, url, arm, log in self.started.values():
             vllm.wait_ready(process, arm, url, log, 900, lambda text: print(text, flush=True))
         return {name: url for name, (_, url, _, _) in self.started.items()}
@@ -310,7 +331,7 @@ def greedy_outputs(job: Job, arm: str) -> dict[str, tuple[int, ...]]:
     return {r.prompt_id: answers[r.receipt_id].token_ids or () for r in receipts}
 
 
-def broken(python: str, folder: Path) -> Job:
+def broken(python: str, folder: Path, meanwhile: Callable[[Path], None]) -> Job:
     """The build as it comes: caught, kept off, and the rest goes through all four stages."""
     print("vLLM as it comes, draft_model", flush=True)
     job = write(
@@ -318,6 +339,7 @@ def broken(python: str, folder: Path) -> Job:
         "broken",
         {"engine": "vllm", "vllm": {"python": python, "args": ARGS, "env": ENV}},
     )
+    job.meanwhile = lambda: meanwhile(job.folder / "speccheck-run" / "logs")
     told = job.judge("run")
     hold(told["exit_code"] == 1, "exit code 1")
     hold(list(told["stages"]) == ["fixture", "replay"], "nothing runs after replay")
@@ -586,9 +608,9 @@ def main() -> None:
         folder = Path(name) if asked.keep is None else asked.keep
         folder.mkdir(exist_ok=True, parents=True)
         try:
-            servers = Servers(python, folder)  # they start while the broken ones are looked at
+            servers = Servers(python, folder)
             try:
-                broken(python, folder)
+                broken(python, folder, servers.start_beside)
                 urls = servers.urls()
                 one, _ = sound(urls, folder)
                 agreement(one, urls["target"], folder)
