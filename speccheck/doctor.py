@@ -190,7 +190,8 @@ def _attached(loaded: Rollout) -> list[Check]:
     for name in ("enable_prefix_caching", "async_scheduling", "max_model_len"):
         values = {str(_setting(arm.config, name)) for arm in pair}
         if len(values) == 1:
-            checks.append(Check(name, "ok", f"{values.pop()} on both"))
+            shown = name.removeprefix("enable_").replace("_", " ")
+            checks.append(Check(shown, "ok", f"{values.pop()} on both"))
     return [*checks, _chat(pair)]
 
 
