@@ -197,13 +197,18 @@ def final(decisions: Sequence[Decision]) -> list[Decision]:
     """One decision per route, worst routes first.
 
     Each stage decides on each route that reached it, and a later yes does not undo an earlier no:
-    the worst decision stands, the latest stage among equals.
+    the worst decision stands (what could not be judged is worse than what needs more evidence), the
+    latest stage among equals. So these come to the exit code that all decisions come to.
     """
     order = list(Stage)
+
+    def goodness(made: Decision) -> tuple[int, int]:
+        return _WORST_FIRST.index(made.action), -verdict_of(made)
+
     found: dict[str, Decision] = {}
     for made in sorted(decisions, key=lambda d: order.index(Stage(d.stage))):
         known = found.get(made.route)
-        if known is None or _WORST_FIRST.index(made.action) <= _WORST_FIRST.index(known.action):
+        if known is None or goodness(made) <= goodness(known):
             found[made.route] = made
     return sorted(found.values(), key=lambda d: (_WORST_FIRST.index(d.action), d.route))
 

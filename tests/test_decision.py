@@ -15,6 +15,7 @@ from speccheck.decision import (
     Check,
     decide,
     exit_code,
+    final,
     junit,
     of_kept_off,
     run_checks,
@@ -87,6 +88,17 @@ def test_exit_code_of_two_routes_is_the_worse(first, second):
         F: ExitCode.JUDGED_BAD,
     }
     assert exit_code([one, other]) == codes[worst([first, second])]
+
+
+@pytest.mark.parametrize("before", list(Verdict))
+@pytest.mark.parametrize("after", list(Verdict))
+def test_one_decision_per_route_has_the_exit_code_of_them_all(before, after):
+    """Pair by pair, what two stages said of a route: the process and the packet exit alike."""
+    shadow = decided(finding(before))
+    canary = decide("chat", Stage.CANARY, [finding(after)], k=4)
+    (stands,) = final([canary, shadow])
+    assert exit_code([stands]) == exit_code([shadow, canary])
+    assert stands.stage == (Stage.SHADOW if before > after else Stage.CANARY)
 
 
 def test_nothing_decided_could_not_be_judged():
